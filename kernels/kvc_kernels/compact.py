@@ -1,0 +1,56 @@
+"""Copy the kept KVs of a request into the head pages of its segment."""
+
+from __future__ import annotations
+
+import torch
+
+
+def compact(
+    arena: torch.Tensor,
+    source_slots: torch.Tensor,
+    positions: torch.Tensor,
+    pages: torch.Tensor,
+    target_blocks: torch.Tensor,
+) -> None:
+    """Fill `target_blocks` of `arena` with the kept keys (or values) of every head.
+
+    Parameters
+    ----------
+    arena : [num_blocks, L, H, P, D]; `target_blocks` of it are overwritten.
+    source_slots : integer [S], the slot (``block * P + offset``) of every position.
+    positions : int64 [len(target_blocks) * L * H * P], kept positions as
+        `kept_positions` gives them.
+    pages : int64 [L * H], pages of every head, summing to ``len(target_blocks) * L * H``.
+    target_blocks : int64 [n], not among the source's blocks.
+    """
+    _, layers, heads, page_size, dim = arena.shape
+    per_block = layers * heads
+    flat = arena.view(-1, page_size, dim)
+    head = torch.repeat_interleave(
+        torch.arange(per_block, device=arena.device), pages * page_size
+    )
+    slots = source_slots[positions].long()
+    kept = flat[slots // page_size * per_block + head, slots % page_size]
+    arena[target_blocks] = kept.view(len(target_blocks), layers, heads, page_size, dim)
+
+
+def compact_reference(
+    arena: torch.Tensor,
+    source_slots: torch.Tensor,
+    positions: torch.Tensor,
+    pages: torch.Tensor,
+    target_blocks: torch.Tensor,
+) -> None:
+    """`compact`, one KV at a time."""
+    _, layers, heads, page_size, _ = arena.shape
+    source = arena.clone()
+    written = 0
+    for head, count in enumerate(pages.tolist()):
+        for _ in range(count * page_size):
+            slot = int(source_slots[positions[written]])
+            page, offset = divmod(written, page_size)
+            block = int(target_blocks[page // (layers * heads)])
+            target = arena[block].view(layers * heads, page_size, -1)
+            origin = source[slot // page_size].view(layers * heads, page_size, -1)
+            target[page % (layers * heads), offset] = origin[head, slot % page_size]
+            written += 1

@@ -1,0 +1,109 @@
+"""Exact match per task: `python -m kvc_recall.evaluate --model DIR --length 1024 --n 200`.
+
+Prompts are drawn from seeds that training never uses, and decoded greedily by transformers'
+`LlamaForCausalLM` in batches of one length, so there is no padding. An answer counts if every
+token is right, the end included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import time
+from pathlib import Path
+from random import Random
+
+import torch
+
+from . import model_path
+from .tasks import TASKS, Prompt, sample
+from .vocabulary import EOS, INDEX, WORDS, encode, render
+
+logger = logging.getLogger("kvc_recall.evaluate")
+
+HELD_OUT = "held out"
+
+
+def held_out(task: str, length: int, index: int, **options) -> Prompt:
+    """Prompt number `index` of a task, from a random stream of its own.
+
+    Training seeds its one stream with an integer; this one is seeded with a string.
+    """
+    return sample(task, length, Random(f"{HELD_OUT} {task} {length} {index}"), **options)
+
+
+@torch.inference_mode()
+def complete(model, prompts: list[str], most: int) -> list[str]:
+    """Greedy completions of prompts of one length, each cut before its `<eos>`.
+
+    `prompts` are user messages. Decodes `most` tokens at most, fewer if all rows have ended.
+    """
+    ids = torch.tensor([encode(render(text)) for text in prompts])
+    out = model(input_ids=ids, use_cache=True, logits_to_keep=1)
+    token = out.logits[:, -1].argmax(-1)
+    tokens, ended = [token], token == INDEX[EOS]
+    while len(tokens) < most and not ended.all():
+        out = model(input_ids=token[:, None], past_key_values=out.past_key_values, use_cache=True)
+        token = out.logits[:, -1].argmax(-1)
+        tokens.append(token)
+        ended |= token == INDEX[EOS]
+    rows = torch.stack(tokens, 1).tolist()
+    return [" ".join(WORDS[i] for i in row).split(f" {EOS}")[0] for row in rows]
+
+
+def accuracy(model, task: str, length: int, n: int, batch: int = 16, **options) -> dict:
+    """Share of `n` held-out prompts answered exactly, and of parts where answers have parts."""
+    exact = parts = asked = 0
+    wrong: list[tuple[str, str]] = []
+    for begin in range(0, n, batch):
+        indices = range(begin, min(n, begin + batch))
+        prompts = [held_out(task, length, i, **options) for i in indices]
+        most = max(len(p.answer.split()) for p in prompts) + 2
+        completions = complete(model, [p.text for p in prompts], most)
+        for prompt, got in zip(prompts, completions, strict=True):
+            exact += got == prompt.answer
+            if got != prompt.answer:
+                wrong.append((prompt.answer, got))
+            pieces = got.split(" ; ")
+            for i, part in enumerate(prompt.answers):
+                asked += 1
+                parts += i < len(pieces) and pieces[i].endswith(f" is {part}")
+    result = {"task": task, "length": length, "n": n, "exact": exact / n}
+    if asked:
+        result["parts"] = parts / asked
+    return result | {"wrong": wrong[:3]}
+
+
+def main() -> None:
+    """Print a table and a line of JSON per task."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--model", type=Path, default=model_path())
+    parser.add_argument("--length", type=int, nargs="+", default=[1024])
+    parser.add_argument("--n", type=int, default=200)
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--wrong", action="store_true", help="show some wrong answers")
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    torch.set_num_threads(args.threads)
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=torch.float32).eval()
+    results = []
+    for length in args.length:
+        for task in args.tasks:
+            started = time.time()
+            result = accuracy(model, task, length, args.n)
+            wrong = result.pop("wrong")
+            parts = f"  parts {result['parts']:.3f}" if "parts" in result else ""
+            seconds = time.time() - started
+            logger.info(f"{task:12} {length:5} {result['exact']:.3f}{parts}  ({seconds:.0f} s)")
+            results.append(result)
+            for expected, got in wrong if args.wrong else []:
+                logger.info(f"    expected {expected}\n    got      {got}")
+    logger.info(json.dumps({"model": args.model.name, "results": results}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,225 @@
+"""Train the recall model: `python -m kvc_recall.train --out DIR --seed N`.
+
+The schedule counts steps, never seconds, so that a run with the same seed, threads and library
+versions repeats. Rows start at 64 tokens and lengthen when the running accuracy of the answers
+to dense needles passes a mark; the last steps mix in rows of 2,048.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import time
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from random import Random
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .mixture import batch
+from .model import Model, Shape, save
+
+logger = logging.getLogger("kvc_recall.train")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """The schedule. Lengths in tokens, everything else in steps unless named otherwise."""
+
+    steps: int = 1500
+    warm_up: int = 100
+    decay_from: int = 900
+    long_from: int = 1380
+    long_share: float = 0.35
+    rate: float = 4e-3
+    final_rate: float = 0.03
+    weight_decay: float = 0.1
+    clip: float = 1.0
+    stages: tuple[tuple[int, int], ...] = ((64, 64), (128, 48), (256, 32), (512, 16), (1024, 8))
+    advance_at: tuple[float, ...] = (0.85, 0.90, 0.93, 0.95)
+    least: int = 100  # steps in a stage before the next
+    back_share: float = 0.25  # batches drawn from the stage before
+    long_stage: tuple[int, int] = (2048, 4)
+    others: int = 512  # tokens outside answers that count in the loss
+    others_weight: float = 0.2
+
+
+def learning_rate(plan: Plan, step: int) -> float:
+    """Linear warm-up, constant, linear decay to `final_rate` of the peak."""
+    if step < plan.decay_from:
+        return plan.rate * min(1.0, (step + 1) / plan.warm_up)
+    done = (step - plan.decay_from) / max(1, plan.steps - plan.decay_from)
+    return plan.rate * (1 - (1 - plan.final_rate) * done)
+
+
+def optimizers(model: Model, plan: Plan) -> list[torch.optim.Optimizer]:
+    """Muon for the matrices of the layers, AdamW for embeddings and norms."""
+    matrices = [p for p in model.layers.parameters() if p.ndim == 2]
+    rest = [p for p in model.parameters() if all(p is not m for m in matrices)]
+    return [
+        torch.optim.Muon(
+            matrices, lr=plan.rate, weight_decay=plan.weight_decay, adjust_lr_fn="match_rms_adamw"
+        ),
+        torch.optim.AdamW(rest, lr=plan.rate, betas=(0.9, 0.98), weight_decay=0.0, fused=True),
+    ]
+
+
+def step_loss(
+    model: Model, body, ids: Tensor, wanted: Tensor, plan: Plan, generator: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Loss, mean loss of answer tokens, and whether each token was right `[B, T-1]` (or no answer).
+
+    `ids` and `wanted` are `[B, T]`; the last token is predicted and never read.
+    """
+    targets, marks = ids[:, 1:].flatten(), wanted[:, 1:].flatten()
+    with torch.autocast("cpu", torch.bfloat16):
+        hidden = body(ids[:, :-1].contiguous()).flatten(0, 1)
+    answers = marks.nonzero().squeeze(1)
+    plain = (~marks & (targets != 0)).nonzero().squeeze(1)
+    plain = plain[torch.randint(len(plain), (plan.others,), generator=generator)]
+    chosen = torch.cat((answers, plain))
+    logits = model.logits(hidden[chosen].float())
+    losses = F.cross_entropy(logits, targets[chosen], reduction="none")
+    answer_loss = losses[: len(answers)].mean()
+    loss = answer_loss + plan.others_weight * losses[len(answers) :].mean()
+    right = torch.ones_like(marks)
+    right[answers] = logits[: len(answers)].argmax(-1) == targets[answers]
+    return loss, answer_loss.detach(), right.view(ids.shape[0], -1)
+
+
+class Trainer:
+    """State of a run: model, optimizers, random streams, stage and running accuracy."""
+
+    def __init__(self, shape: Shape, plan: Plan, seed: int, compiled: bool = True) -> None:
+        torch.manual_seed(seed)
+        self.plan, self.seed = plan, seed
+        self.model = Model(shape)
+        self.body = torch.compile(self.model, dynamic=False) if compiled else self.model
+        self.optimizers = optimizers(self.model, plan)
+        self.rng = Random(seed)
+        self.generator = torch.Generator().manual_seed(seed)
+        self.step = self.stage = self.entered = self.tokens = 0
+        self.running = 0.0
+        self.kinds: dict[str, list[float]] = defaultdict(list)
+
+    def _draw_stage(self) -> tuple[int, int]:
+        chance = self.rng.random()
+        if self.step >= self.plan.long_from and chance < self.plan.long_share:
+            return self.plan.long_stage
+        back = self.stage > 0 and self.rng.random() < self.plan.back_share
+        return self.plan.stages[self.stage - back]
+
+    def one_step(self) -> tuple[float, float]:
+        """Draw a batch and learn from it; returns the loss and that of the answers."""
+        plan, (length, size) = self.plan, self._draw_stage()
+        ids, wanted, kinds = batch(size, length, self.rng)
+        # One token of padding is predicted and never read, so that compiled shapes are round.
+        tokens, answers = (F.pad(torch.from_numpy(a), (0, 1)) for a in (ids, wanted))
+        for optimizer in self.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(plan, self.step)
+        loss, answer_loss, right = step_loss(
+            self.model, self.body, tokens, answers, plan, self.generator
+        )
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), plan.clip)
+        for optimizer in self.optimizers:
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        marks = answers[:, 1:]
+        for kind, row, mark in zip(kinds, right, marks, strict=True):
+            self.kinds[kind].append(row[mark].float().mean().item())
+        self.step += 1
+        self.tokens += ids.size
+        if (length, size) == plan.stages[self.stage]:
+            dense = [
+                row[mark]
+                for kind, row, mark in zip(kinds, right, marks, strict=True)
+                if kind == "dense"
+            ]
+            if dense:
+                accuracy = torch.cat(dense).float().mean().item()
+                self.running += 0.05 * (accuracy - self.running)
+            self._advance()
+        return loss.item(), answer_loss.item()
+
+    def _advance(self) -> None:
+        plan = self.plan
+        if self.stage == len(plan.advance_at) or self.step - self.entered < plan.least:
+            return
+        if self.running > plan.advance_at[self.stage]:
+            self.stage, self.entered, self.running = self.stage + 1, self.step, 0.0
+
+    def state(self) -> dict:
+        """What a later run needs to go on from here."""
+        return {
+            "model": self.model.state_dict(),
+            "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
+            "rng": self.rng.getstate(), "generator": self.generator.get_state(),
+            "counters": (self.step, self.stage, self.entered, self.tokens, self.running),
+        }  # fmt: skip
+
+    def load(self, state: dict) -> None:
+        """Go on from a saved `state`."""
+        self.model.load_state_dict(state["model"])
+        for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
+            optimizer.load_state_dict(saved)
+        self.rng.setstate(state["rng"])
+        self.generator.set_state(state["generator"])
+        self.step, self.stage, self.entered, self.tokens, self.running = state["counters"]
+
+
+def main() -> None:
+    """Train, log to `train.log.jsonl`, and save the model in `--out`."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=Plan.steps)
+    parser.add_argument("--head-dim", type=int, default=Shape.head_dim)
+    parser.add_argument("--resume", type=Path, help="a checkpoint.pt to go on from")
+    parser.add_argument("--eager", action="store_true", help="do not compile")
+    args = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    torch.set_num_threads(args.threads)
+    shape, plan = Shape(head_dim=args.head_dim), Plan(steps=args.steps)
+    trainer = Trainer(shape, plan, args.seed, compiled=not args.eager)
+    if args.resume:
+        trainer.load(torch.load(args.resume, weights_only=False))
+    args.out.mkdir(parents=True, exist_ok=True)
+    started, cpu = time.time(), time.process_time()
+    with (args.out / "train.log.jsonl").open("a") as log:
+
+        def record(**fields) -> None:
+            fields |= {"wall_s": round(time.time() - started, 1)}
+            fields |= {"cpu_s": round(time.process_time() - cpu, 1)}
+            line = json.dumps(fields)
+            log.write(line + "\n")
+            log.flush()
+            logger.info(line)
+
+        parameters = sum(p.numel() for p in trainer.model.parameters())
+        record(seed=args.seed, shape=asdict(shape), plan=asdict(plan), parameters=parameters)
+        while trainer.step < plan.steps:
+            loss, answer_loss = trainer.one_step()
+            if trainer.step % 20 == 0:
+                by_kind = {k: round(sum(v) / len(v), 3) for k, v in sorted(trainer.kinds.items())}
+                trainer.kinds.clear()
+                record(
+                    step=trainer.step, length=plan.stages[trainer.stage][0], loss=round(loss, 4),
+                    answer_loss=round(answer_loss, 4), running=round(trainer.running, 4),
+                    tokens=trainer.tokens, accuracy=by_kind,
+                )  # fmt: skip
+            if trainer.step % 100 == 0:
+                torch.save(trainer.state(), args.out / "checkpoint.tmp")
+                (args.out / "checkpoint.tmp").replace(args.out / "checkpoint.pt")
+        save(trainer.model, args.out)
+        record(done=True, step=trainer.step, tokens=trainer.tokens)
+
+
+if __name__ == "__main__":
+    main()

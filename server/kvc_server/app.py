@@ -1,0 +1,130 @@
+"""The gateway as an ASGI application: the routes, and what they share."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+
+from kvc_server import knob
+from kvc_server.errors import HANDLERS, ApiError
+from kvc_server.metrics import Metrics, MetricsMiddleware
+from kvc_server.proxy import Forward, request_headers
+from kvc_server.settings import Settings
+from kvc_server.worker import LocalWorker, RemoteWorker, Worker
+
+INFERENCE = ("/v1/chat/completions", "/v1/completions", "/generate")
+OTHERS = ("/v1/models", "/health", "/readiness", "/metrics")
+# Shorter than the 5 s after which SGLang's server closes an idle connection, so that we never
+# write a request into one that is closing.
+_KEEPALIVE_S = 2.0
+_METRICS_TIMEOUT_S = 5.0
+_TEXT = "text/plain; version=0.0.4; charset=utf-8"
+
+
+def create_app(settings: Settings) -> FastAPI:
+    """One gateway. Its worker is `app.state.worker` once the lifespan has begun."""
+    metrics = Metrics()
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with _client(settings) as client:
+            worker: Worker
+            if settings.worker_url is not None:
+                worker = RemoteWorker(settings.worker_url, client)
+            else:
+                worker = LocalWorker(settings, client, metrics)
+            app.state.client, app.state.worker = client, worker
+            await worker.start()
+            try:
+                yield
+            finally:
+                await worker.stop()
+
+    app = FastAPI(title="sgl-kvc", lifespan=lifespan, openapi_url=None, exception_handlers=HANDLERS)
+    app.add_middleware(MetricsMiddleware, metrics=metrics, endpoints=(*INFERENCE, *OTHERS))
+
+    def forward(request: Request, content: bytes | None) -> Forward:
+        client, path = app.state.client, request.url.path
+        query = f"?{request.url.query}" if request.url.query else ""
+        upstream = client.build_request(
+            request.method,
+            f"{app.state.worker.url()}{path}{query}",
+            content=content,
+            headers=request_headers(request.headers.raw),
+        )
+        return Forward(client, upstream, metrics, path)
+
+    async def infer(request: Request) -> Response:
+        body = await _json_object(request)
+        header = request.headers.getlist(knob.HEADER)
+        native = request.url.path == "/generate"
+        body = knob.place(body, header, native=native, settings=settings)
+        return forward(request, json.dumps(body).encode())
+
+    async def models(request: Request) -> Response:
+        return forward(request, None)
+
+    async def health() -> Response:
+        return JSONResponse({"status": "ok"})
+
+    async def readiness() -> Response:
+        ready = await app.state.worker.healthy()
+        metrics.worker_up.set(ready)
+        return JSONResponse({"ready": ready}, 200 if ready else 503)
+
+    async def metrics_text() -> Response:
+        theirs = await _worker_metrics(app)
+        metrics.worker_up.set(theirs is not None)
+        return Response(metrics.render() + (theirs or b""), media_type=_TEXT)
+
+    for path in INFERENCE:
+        app.add_api_route(path, infer, methods=["POST"])
+    for path, endpoint in zip(OTHERS, (models, health, readiness, metrics_text), strict=True):
+        app.add_api_route(path, endpoint, methods=["GET"])
+    return app
+
+
+def _client(settings: Settings) -> httpx.AsyncClient:
+    return httpx.AsyncClient(
+        timeout=httpx.Timeout(
+            connect=settings.connect_timeout, read=settings.read_timeout, write=60.0, pool=None
+        ),
+        limits=httpx.Limits(
+            max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEPALIVE_S
+        ),
+        trust_env=False,
+    )
+
+
+async def _json_object(request: Request) -> dict[str, Any]:
+    encoding = request.headers.get("content-encoding", "identity")
+    if encoding != "identity":
+        raise ApiError(415, f"send the body as plain JSON; Content-Encoding {encoding} is not read")
+    try:
+        body = json.loads(await request.body())
+    except (ValueError, RecursionError) as error:
+        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(body, dict):
+        raise ApiError(400, "the body must be a JSON object", code="invalid_json")
+    return body
+
+
+async def _worker_metrics(app: FastAPI) -> bytes | None:
+    """The worker's own metrics in text format, or None when it does not answer."""
+    try:
+        answer = await app.state.client.get(
+            f"{app.state.worker.url()}/metrics",
+            headers={"accept": "text/plain"},
+            timeout=_METRICS_TIMEOUT_S,
+            follow_redirects=True,
+        )
+    except (ApiError, httpx.HTTPError):
+        return None
+    return answer.content if answer.status_code == 200 else None

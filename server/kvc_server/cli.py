@@ -1,0 +1,127 @@
+"""The `sgl-kvc` command: serve a model, show what compression does, plan memory."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import logging
+import sys
+from collections.abc import Callable, Sequence
+
+from kvc_server.plan import PlanError
+from kvc_server.settings import SettingsError
+from sgl_kvc import __version__
+from sgl_kvc.spec import MAX_RATE
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit status is 0, 1 for a failure, 2 for a usage error."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    arguments, worker_args = _split(arguments)
+    parser = build_parser()
+    options = parser.parse_args(arguments)
+    if worker_args and options.command == "plan":
+        parser.error("plan starts no worker: leave out what follows --")
+    try:
+        return options.run(options, tuple(worker_args))
+    except (SettingsError, PlanError) as error:
+        print(f"sgl-kvc {options.command}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The command line. Arguments after ``--`` are cut off before it is used."""
+    parser = argparse.ArgumentParser(
+        prog="sgl-kvc", description="SGLang with a compressed KV cache, chosen per request."
+    )
+    parser.add_argument("--version", action="version", version=f"sgl-kvc {__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_serve(commands.add_parser(
+        "serve", help="an OpenAI-compatible server",
+        usage="sgl-kvc serve [options] [-- SGLang arguments]",
+        description="Start a gateway and one SGLang worker behind it. "
+        "Arguments after -- go to SGLang and win over ours.",
+    ))  # fmt: skip
+    _add_demo(commands.add_parser(
+        "demo", help="one question at several rates, in a table",
+        usage="sgl-kvc demo [options] [-- SGLang arguments]",
+        description="Ask the embedded model the same question at rates 1, 4, 8, 16 and 32.",
+    ))  # fmt: skip
+    _add_plan(commands.add_parser(
+        "plan", help="will it fit?",
+        description="How many tokens and requests fit a memory, from a model's config.json.",
+    ))  # fmt: skip
+    return parser
+
+
+def _split(arguments: list[str]) -> tuple[list[str], list[str]]:
+    if "--" not in arguments:
+        return arguments, []
+    cut = arguments.index("--")
+    return arguments[:cut], arguments[cut + 1 :]
+
+
+def _lazily(module: str, function: str = "run") -> Callable[..., int]:
+    """Import a command's module only when it runs."""
+
+    def run(options: argparse.Namespace, worker_args: tuple[str, ...]) -> int:
+        logging.basicConfig(
+            level=getattr(options, "log_level", "warning").upper(),
+            format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+        )
+        logging.getLogger("httpx").setLevel(logging.WARNING)
+        logging.getLogger("httpcore").setLevel(logging.WARNING)
+        return getattr(importlib.import_module(module), function)(options, worker_args)
+
+    return run
+
+
+def _add_serve(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model-path", metavar="MODEL",
+        help="folder or Hugging Face id (default: the embedded recall model)")  # fmt: skip
+    add("--worker-url", metavar="URL", help="use this worker or router; start none")
+    add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
+    add("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
+    add("--default-rate", type=float, default=1.0, metavar="RATE",
+        help="rate of requests that name none (default: 1, off)")  # fmt: skip
+    add("--max-rate", type=float, default=MAX_RATE, metavar="RATE",
+        help="highest rate a request may ask for (default: %(default)g)")  # fmt: skip
+    add("--connect-timeout", type=float, default=5.0, metavar="S",
+        help="seconds to reach the worker (default: %(default)g)")  # fmt: skip
+    add("--read-timeout", type=float, metavar="S",
+        help="seconds of silence from the worker before giving up (default: never)")  # fmt: skip
+    add("--log-level", choices=LOG_LEVELS, default="info")
+    parser.set_defaults(run=_lazily("kvc_server.serve"))
+
+
+def _add_demo(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--tokens", type=int, default=1024, help="length of the document (default: %(default)s)")
+    add("--seed", type=int, default=0, help="which document (default: %(default)s)")
+    add("--verbose", action="store_true", help="show the server's log")
+    parser.set_defaults(run=_lazily("kvc_server.demo"))
+
+
+def _add_plan(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("model", help="a model folder or its config.json")
+    add("--memory", required=True, metavar="SIZE",
+        help="memory for weights and cache together, such as 24GB or 20GiB")  # fmt: skip
+    add("--input-len", type=int, default=1024, metavar="N",
+        help="prompt tokens of a request (default: %(default)s)")  # fmt: skip
+    add("--output-len", type=int, default=256, metavar="N",
+        help="tokens decoded for a request (default: %(default)s)")  # fmt: skip
+    add("--page-size", type=int, default=16, metavar="P",
+        help="tokens of a block (default: %(default)s)")  # fmt: skip
+    add("--kv-dtype", metavar="DTYPE", help="dtype of the cache (default: the model's)")
+    add("--json", action="store_true", help="print JSON instead of a table")
+    parser.set_defaults(run=_lazily("kvc_server.plan_report"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,157 @@
+"""`sgl-kvc demo`: the same question at several rates, through the gateway, in one table."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from random import Random
+from typing import Any
+
+import httpx
+from rich import box
+from rich.console import Console
+from rich.table import Table
+
+from kvc_server.plan_report import size
+from kvc_server.process import free_port
+from kvc_server.settings import SettingsError
+
+RATES = (1, 4, 8, 16, 32)
+_READY_WITHIN_S = 300
+_STOP_WITHIN_S = 15
+
+
+@dataclasses.dataclass
+class Answer:
+    """What came back for one rate; times in seconds."""
+
+    text: str
+    report: dict[str, Any]
+    first_token: float
+    tokens_per_second: float
+
+
+def run(options: argparse.Namespace, worker_args: tuple[str, ...]) -> int:
+    """Start everything, ask, print, stop; 1 when the server does not come up."""
+    try:
+        from kvc_recall.tasks import sample
+    except ImportError as error:
+        raise SettingsError(f"the demo needs the embedded model's package ({error})") from None
+    try:
+        prompt = sample("needles8", options.tokens, Random(options.seed))
+    except ValueError as error:
+        raise SettingsError(f"--tokens: {error}") from None
+    console = Console()
+    console.print(f"Starting a server to ask one question about {options.tokens:,} tokens ...")
+    with _server(worker_args, options.verbose) as url, httpx.Client(timeout=120) as client:
+        ask(client, url, prompt.text, 1)  # warms up; not shown
+        answers = {}
+        for rate in RATES:
+            answers[rate] = ask(client, url, prompt.text, rate)
+    question = prompt.text.rsplit(" . ", 1)[-1]
+    console.print(f"{question}  (expected: {prompt.answer})")
+    console.print(table(answers, prompt.answer))
+    return 0
+
+
+def ask(client: httpx.Client, url: str, text: str, rate: float) -> Answer:
+    """One streamed chat completion. Raises RuntimeError when the server answers an error."""
+    body = {
+        "model": "default",
+        "messages": [{"role": "user", "content": text}],
+        "max_tokens": 32,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "kv_compression": {"rate": rate},
+    }
+    words, report, usage = "", {}, {}
+    begin = first = last = time.perf_counter()
+    with client.stream("POST", f"{url}/v1/chat/completions", json=body) as response:
+        if response.status_code != 200:
+            raise RuntimeError(f"rate {rate}: {response.read().decode()}")
+        for chunk in _events(response):
+            if "error" in chunk:
+                raise RuntimeError(f"rate {rate}: {chunk['error']['message']}")
+            report = chunk.get("kv_compression") or report
+            usage = chunk.get("usage") or usage
+            for choice in chunk["choices"]:
+                if piece := choice["delta"].get("content"):
+                    last = time.perf_counter()
+                    first = last if not words else first
+                    words += piece
+    decoded = usage.get("completion_tokens", 0) - 1
+    speed = decoded / (last - first) if last > first and decoded > 0 else 0.0
+    return Answer(words.strip(), report, first - begin, speed)
+
+
+def table(answers: dict[int, Answer], expected: str) -> Table:
+    """One row per rate."""
+    out = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for heading, side in (
+        ("rate", "right"), ("answer", "left"), ("", "left"), ("KVs per head\nmean", "right"),
+        ("\nmin", "right"), ("\nmax", "right"), ("KV bytes\nbefore", "right"),
+        ("\nafter", "right"), ("first\ntoken", "right"), ("tokens\nper s", "right"),
+    ):  # fmt: skip
+        out.add_column(heading, justify=side, no_wrap=heading != "answer")
+    for rate, answer in answers.items():
+        kept = answer.report.get("kept_per_head", {})
+        held = answer.report.get("bytes", {})
+        right = answer.text.split() == expected.split()
+        out.add_row(
+            str(rate), answer.text, "[green]right" if right else "[red]wrong",
+            *(f"{kept[name]:,.0f}" if name in kept else "-" for name in ("mean", "min", "max")),
+            *(size(held[name]) if name in held else "-" for name in ("before", "after")),
+            f"{answer.first_token * 1000:.0f} ms", f"{answer.tokens_per_second:.0f}",
+        )  # fmt: skip
+    return out
+
+
+def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
+    for line in response.iter_lines():
+        if line.startswith("data:") and line[5:].strip() != "[DONE]":
+            yield json.loads(line[5:])
+
+
+@contextmanager
+def _server(worker_args: tuple[str, ...], verbose: bool) -> Iterator[str]:
+    """`sgl-kvc serve` on a free port, stopped afterwards. Raises SystemExit(1) if it ends."""
+    port = free_port()
+    command = [sys.executable, "-m", "kvc_server.cli", "serve", "--port", str(port)]
+    command += ["--log-level", "info" if verbose else "warning"]
+    command += ["--", *worker_args]
+    output = None if verbose else subprocess.DEVNULL
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=output, env=os.environ)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        _wait_ready(server, url)
+        yield url
+    finally:
+        server.send_signal(signal.SIGTERM)
+        try:
+            server.wait(_STOP_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            server.kill()
+            server.wait()
+
+
+def _wait_ready(server: subprocess.Popen[bytes], url: str) -> None:
+    deadline = time.monotonic() + _READY_WITHIN_S
+    while time.monotonic() < deadline:
+        if server.poll() is not None:
+            raise SystemExit("sgl-kvc demo: the server did not start; --verbose shows its log")
+        try:
+            if httpx.get(f"{url}/readiness", timeout=30).status_code == 200:
+                return
+        except httpx.HTTPError:
+            pass
+        time.sleep(0.5)
+    raise SystemExit(f"sgl-kvc demo: the server was not ready within {_READY_WITHIN_S} s")

@@ -1,0 +1,144 @@
+"""Every failure as one OpenAI-shaped error: `{"error": {message, type, param, code}}`."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+import httpx
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import Response
+
+from sgl_kvc.spec import CUSTOM_PARAM
+
+RETRY_AFTER_S = 5
+
+_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+_KNOB_FIELD = re.compile(rf"(?:[\w.]+\.)?{CUSTOM_PARAM}(?:\.\w+)?(?=: )")
+_MESSAGE_LIMIT = 4000
+
+
+class ApiError(Exception):
+    """A failure to be told to the client, with the status it is told with."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ):
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = _TYPES.get(status, "invalid_request_error" if status < 500 else "server_error")
+        self.param = param
+        self.code = code
+        self.headers = dict(headers or {})
+
+    def to_json(self) -> bytes:
+        """The body. ASCII only, so that a stray surrogate in a message cannot break it."""
+        fields = {name: getattr(self, name) for name in ("message", "type", "param", "code")}
+        return json.dumps({"error": fields}).encode()
+
+    def to_response(self) -> Response:
+        """The whole response of a request that failed before its body began."""
+        return Response(
+            self.to_json(), self.status, headers=self.headers, media_type="application/json"
+        )
+
+    def to_event(self) -> bytes:
+        """The last event of a stream that failed after its status was sent."""
+        return b"data: " + self.to_json() + b"\n\n"
+
+
+def worker_down(why: str) -> ApiError:
+    """503: nobody to send the request to; the client should come back."""
+    return ApiError(
+        503,
+        f"{why}; try again in a few seconds",
+        code="worker_unavailable",
+        headers={"Retry-After": str(RETRY_AFTER_S)},
+    )
+
+
+def from_transport(error: httpx.HTTPError) -> ApiError:
+    """A connection to the worker that could not be made, or did not hold."""
+    if isinstance(error, (httpx.ConnectError, httpx.ConnectTimeout)):
+        return worker_down("the worker cannot be reached")
+    if isinstance(error, httpx.TimeoutException):
+        return ApiError(504, "the worker stayed silent for too long", code="worker_timeout")
+    return ApiError(
+        502, "the worker went away while serving this request; send it again", code="worker_lost"
+    )
+
+
+def from_worker(status: int, body: bytes) -> ApiError:
+    """An error response of the worker, in whichever of its shapes, with its own status."""
+    try:
+        return from_worker_json(status, json.loads(body))
+    except (ValueError, RecursionError):
+        text = body.decode(errors="replace").strip()
+        return ApiError(status, text[:_MESSAGE_LIMIT] or f"the worker answered {status}")
+
+
+def from_worker_json(status: int, content: Any) -> ApiError:
+    """Like `from_worker`, for parsed JSON.
+
+    Shapes seen: SGLang's ``{"object": "error", "message", "type", "param", "code"}`` and
+    ``{"error": {"message"}}``, FastAPI's ``{"detail": [{"loc", "msg"}]}``.
+    """
+    error = content.get("error", content) if isinstance(content, dict) else content
+    if not isinstance(error, dict):
+        return ApiError(status, str(error)[:_MESSAGE_LIMIT])
+    message, param, code = error.get("message"), error.get("param"), error.get("code")
+    detail = error.get("detail")
+    if message is None and isinstance(detail, list) and detail and isinstance(detail[0], dict):
+        path = [str(part) for part in detail[0].get("loc", ()) if part != "body"]
+        param = ".".join(path) or None
+        message = f"{param or 'body'}: {detail[0].get('msg', 'is not valid')}"
+    message = str(message or detail or json.dumps(error))[:_MESSAGE_LIMIT]
+    if not isinstance(param, str) and (field := _KNOB_FIELD.match(message)):
+        param = field[0]
+    return ApiError(
+        status,
+        message,
+        param=param if isinstance(param, str) else None,
+        code=code if isinstance(code, str) and not code.isdigit() else None,
+    )
+
+
+async def _api_error(_: Request, error: Exception) -> Response:
+    assert isinstance(error, ApiError)
+    return error.to_response()
+
+
+async def _transport(_: Request, error: Exception) -> Response:
+    assert isinstance(error, httpx.HTTPError)
+    return from_transport(error).to_response()
+
+
+async def _http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    path = request.url.path
+    known = {404: ("unknown_url", f"there is no {path} here"),
+             405: ("method_not_allowed", f"{path} does not take {request.method}")}  # fmt: skip
+    code, message = known.get(error.status_code, (None, str(error.detail)))
+    return ApiError(error.status_code, message, code=code, headers=error.headers).to_response()
+
+
+async def _bug(_: Request, error: Exception) -> Response:
+    return ApiError(500, f"the gateway failed: {type(error).__name__}").to_response()
+
+
+HANDLERS: dict[Any, Callable[[Request, Exception], Awaitable[Response]]] = {
+    ApiError: _api_error,
+    httpx.HTTPError: _transport,
+    HTTPException: _http,
+    Exception: _bug,
+}

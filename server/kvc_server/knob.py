@@ -1,0 +1,103 @@
+"""Where a request's compression knob comes from, and where the worker looks for it.
+
+Pure functions from one request body to the next; validation itself is `sgl_kvc.spec`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from kvc_server.errors import ApiError
+from kvc_server.settings import Settings
+from sgl_kvc.spec import CUSTOM_PARAM, CompressionSpec, SpecError, parse
+
+HEADER = "X-KV-Compression-Rate"
+OFF = {"rate": 1}
+
+
+def place(
+    body: dict[str, Any], header: Sequence[str], *, native: bool, settings: Settings
+) -> dict[str, Any]:
+    """The body to send to the worker: the knob validated and moved to ``custom_params``.
+
+    A request says what it wants in one place: the field ``kv_compression``, the header, or
+    ``custom_params.kv_compression``. Without any, the server's default rate applies.
+
+    Parameters
+    ----------
+    body : the parsed request; not mutated, everything but the knob is carried over as it is.
+    header : the values of `HEADER`, none when the client did not send it.
+    native : True for SGLang's ``/generate``, whose ``sampling_params`` (absent, an object, or
+        one object per prompt of a batch) hold the ``custom_params``.
+
+    Raises
+    ------
+    ApiError : status 400, naming the field or the header.
+    """
+    body = dict(body)
+    given: dict[str, Any] | None = None
+    if CUSTOM_PARAM in body:
+        given = _validated(body.pop(CUSTOM_PARAM), CUSTOM_PARAM, settings)
+        if header:
+            raise _bad(HEADER, f"give either the header {HEADER} or {CUSTOM_PARAM}, not both")
+    elif header:
+        given = _validated({"rate": _number(header)}, HEADER, settings)
+    if not native:
+        return _with_knob(body, given, "", settings)
+    sampling = body.get("sampling_params")
+    if isinstance(sampling, list):
+        body["sampling_params"] = [
+            _with_knob(item, given, f"sampling_params.{index}.", settings)
+            for index, item in enumerate(sampling)
+        ]
+    else:
+        sampling = {} if sampling is None else sampling
+        body["sampling_params"] = _with_knob(sampling, given, "sampling_params.", settings)
+    return body
+
+
+def _with_knob(
+    holder: Any, given: dict[str, Any] | None, path: str, settings: Settings
+) -> dict[str, Any]:
+    """A copy of `holder` with the knob under ``custom_params``; `path` is where it stands."""
+    if not isinstance(holder, dict):
+        raise _bad(path.rstrip("."), f"{path.rstrip('.')} must be an object")
+    custom = holder.get("custom_params")
+    custom = {} if custom is None else custom
+    if not isinstance(custom, dict):
+        raise _bad(f"{path}custom_params", f"{path}custom_params must be an object")
+    if CUSTOM_PARAM in custom:
+        where = f"{path}custom_params.{CUSTOM_PARAM}"
+        if given is not None:
+            raise _bad(where, f"{where}: the rate is given twice; leave this one out")
+        given = _validated(custom[CUSTOM_PARAM], where, settings)
+    if given is None:
+        given = OFF if settings.default_rate == 1 else {"rate": settings.default_rate}
+    return holder | {"custom_params": custom | {CUSTOM_PARAM: given}}
+
+
+def _validated(knob: Any, where: str, settings: Settings) -> dict[str, Any]:
+    try:
+        spec: CompressionSpec = parse(knob, max_rate=settings.max_rate)
+    except SpecError as error:
+        problem = str(error).removeprefix(f"{error.field}: ")
+        field = where if where == HEADER else where + error.field.removeprefix(CUSTOM_PARAM)
+        raise _bad(field, f"{field}: {problem}") from None
+    return OFF if spec.off else spec.to_json()
+
+
+def _number(header: Sequence[str]) -> float:
+    try:
+        (text,) = header
+        if "_" in text:
+            raise ValueError
+        return float(text)
+    except ValueError:
+        raise _bad(
+            HEADER, f"{HEADER}: must be one number such as 8 (got {', '.join(header)!r})"
+        ) from None
+
+
+def _bad(param: str, message: str) -> ApiError:
+    return ApiError(400, message, param=param, code="invalid_kv_compression")

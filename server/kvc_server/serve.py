@@ -1,0 +1,142 @@
+"""`sgl-kvc serve`: run the gateway until it is told to stop."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import socket
+import sys
+
+import uvicorn
+
+from kvc_server.app import create_app
+from kvc_server.settings import Settings, SettingsError
+from kvc_server.worker import WorkerFailed
+
+log = logging.getLogger(__name__)
+
+EMBEDDED_NAME = "recall"
+_DRAIN_S = 5  # how long a stop waits for answers in flight
+
+
+def run(options: argparse.Namespace, worker_args: tuple[str, ...]) -> int:
+    """Serve; 0 after a stop, 1 when the worker could not be started."""
+    settings = settings_of(options, worker_args)
+    listener = _listen(options.host, options.port)
+    return asyncio.run(_serve(settings, listener, options))
+
+
+def settings_of(options: argparse.Namespace, worker_args: tuple[str, ...]) -> Settings:
+    """The command line as settings. Raises SettingsError."""
+    model_path = options.model_path
+    if model_path is None and options.worker_url is None:
+        model_path, worker_args = embedded_model(worker_args)
+    return Settings(
+        worker_url=options.worker_url,
+        model_path=model_path,
+        worker_args=worker_args,
+        default_rate=options.default_rate,
+        max_rate=options.max_rate,
+        connect_timeout=options.connect_timeout,
+        read_timeout=options.read_timeout,
+    )
+
+
+def embedded_model(worker_args: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
+    """Path of the embedded model, and `worker_args` with its short name in front."""
+    try:
+        import kvc_recall
+    except ImportError as error:
+        raise SettingsError(f"--model-path is needed: no embedded model ({error})") from None
+    return str(kvc_recall.model_path()), ("--served-model-name", EMBEDDED_NAME, *worker_args)
+
+
+async def _serve(settings: Settings, listener: socket.socket, options: argparse.Namespace) -> int:
+    app = create_app(settings)
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,
+            log_level=options.log_level,
+            access_log=options.log_level == "debug",
+            log_config=None,
+            timeout_graceful_shutdown=_DRAIN_S,
+        )
+    )
+    failures: list[WorkerFailed] = []
+
+    async def announce() -> None:
+        while not server.started:
+            await asyncio.sleep(0.05)
+        try:
+            await app.state.worker.until_ready()
+        except WorkerFailed as error:
+            failures.append(error)
+            server.should_exit = True
+            return
+        host, port = listener.getsockname()[:2]
+        print(_welcome(host, port, await _model_name(app)), flush=True)
+
+    announcing = asyncio.create_task(announce())
+    try:
+        await server.serve(sockets=[listener])
+    finally:
+        announcing.cancel()
+    for failure in failures:
+        *log_end, sentence = str(failure).split("\n")
+        print(*log_end, f"sgl-kvc serve: {sentence}", sep="\n", file=sys.stderr)
+    return 1 if failures else 0
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listener = socket.socket(family, socket.SOCK_STREAM)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host, port))
+    except (OSError, OverflowError) as error:
+        raise SettingsError(
+            f"cannot listen on {host} port {port}: {error}; choose another --host or --port"
+        ) from None
+    listener.set_inheritable(False)
+    return listener
+
+
+async def _model_name(app: object) -> str:
+    """The name the worker gives its model."""
+    state = app.state  # type: ignore[attr-defined]
+    try:
+        answer = await state.client.get(f"{state.worker.url()}/v1/models", timeout=10)
+        return answer.json()["data"][0]["id"]
+    except Exception as error:  # only decorates what is printed
+        log.warning("the worker does not name its model: %r", error)
+        return "default"
+
+
+def _welcome(host: str, port: int, model: str) -> str:
+    if host in ("0.0.0.0", "::"):
+        host = "127.0.0.1"
+    base = f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return _WELCOME.format(base=base, model=model)
+
+
+_WELCOME = """
+sgl-kvc is ready on {base}
+
+curl -s {base}/v1/chat/completions -H 'Content-Type: application/json' \
+-d '{{"model": "{model}", "max_tokens": 8, "temperature": 0, "kv_compression": {{"rate": 8}}, \
+"messages": [{{"role": "user", "content": "the code for red falcon is tango seven kilo . \
+what is the code for red falcon ?"}}]}}'
+
+from openai import OpenAI
+
+client = OpenAI(base_url="{base}/v1", api_key="none")
+filler = "the old river waits near the quiet village . " * 60
+answer = client.chat.completions.create(
+    model="{model}", max_tokens=8, temperature=0,
+    messages=[{{"role": "user", "content": filler + "the code for red falcon is tango seven kilo . "
+               + filler + "what is the code for red falcon ?"}}],
+    extra_body={{"kv_compression": {{"rate": 8}}}},
+)
+print(answer.choices[0].message.content, answer.kv_compression)
+"""

@@ -1,0 +1,81 @@
+"""What the gateway is told at start: one frozen object, checked once."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from urllib.parse import urlsplit
+
+from sgl_kvc.spec import MAX_RATE, SpecError, parse_rate
+
+OWNED_WORKER_OPTIONS = ("--host", "--port")
+
+
+class SettingsError(ValueError):
+    """An option that cannot be used; the message names it and says what to give instead."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """Options of one gateway. Exactly one of `worker_url` and `model_path` is set.
+
+    Attributes
+    ----------
+    worker_url : a running SGLang worker or router; None starts a worker of our own.
+    model_path : the model our own worker serves, a folder or a Hugging Face id.
+    worker_args : passed to SGLang verbatim after ours, so that they win.
+    default_rate : rate of requests that name none; 1 means off.
+    max_rate : the ceiling; requests above it are refused.
+    connect_timeout : seconds to reach the worker.
+    read_timeout : seconds of silence from the worker before giving up; None waits forever.
+    """
+
+    worker_url: str | None = None
+    model_path: str | None = None
+    worker_args: tuple[str, ...] = ()
+    default_rate: float = 1.0
+    max_rate: float = MAX_RATE
+    connect_timeout: float = 5.0
+    read_timeout: float | None = None
+
+    def __post_init__(self) -> None:
+        """Raise SettingsError for the first option that cannot be used."""
+        if (self.worker_url is None) == (self.model_path is None):
+            raise SettingsError("give either --worker-url or --model-path")
+        if self.worker_url is not None:
+            _check_url(self.worker_url)
+            if self.worker_args:
+                raise SettingsError(
+                    "arguments after -- go to the worker the gateway starts; "
+                    "with --worker-url it starts none"
+                )
+        for argument in self.worker_args:
+            if argument.split("=")[0] in OWNED_WORKER_OPTIONS:
+                raise SettingsError(
+                    f"{argument.split('=')[0]} after -- is the gateway's to choose; "
+                    "its own --host and --port stand before --"
+                )
+        _check_rate("--max-rate", self.max_rate, MAX_RATE)
+        _check_rate("--default-rate", self.default_rate, self.max_rate)
+        for option in ("connect_timeout", "read_timeout"):
+            seconds = getattr(self, option)
+            if seconds is not None and not (seconds > 0 and math.isfinite(seconds)):
+                name = "--" + option.replace("_", "-")
+                raise SettingsError(f"{name} must be a positive number of seconds (got {seconds})")
+
+
+def _check_url(url: str) -> None:
+    try:
+        parts = urlsplit(url)
+        usable = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        usable = False
+    if not usable:
+        raise SettingsError(f"--worker-url must look like http://host:30000 (got {url!r})")
+
+
+def _check_rate(option: str, rate: float, most: float) -> None:
+    try:
+        parse_rate(rate, max_rate=most)
+    except SpecError as error:
+        raise SettingsError(f"{option}: {str(error).removeprefix(error.field + ': ')}") from None

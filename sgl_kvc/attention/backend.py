@@ -1,0 +1,170 @@
+"""SGLang's attention backend over segment and tail, in torch.
+
+Prefill writes KVs to ordinary slots and, while the last chunk's queries are in hand, has
+every prompt that will be compressed scored. Decode reads segment and tail of the whole
+batch at once; an uncompressed request is one whose segment is empty.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from kvc_kernels.decode import decode
+from kvc_kernels.extend import extend, extend_compressed
+from kvc_kernels.pages import Rows, head_pages
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+
+from sgl_kvc.attention.support import check_layer
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    from sgl_kvc.pool.arena import ArenaKVPool
+
+
+class KvcAttentionBackend(AttentionBackend):
+    """Attention for models whose layers are all plain multi-head (GQA, MQA, MHA)."""
+
+    def __init__(self, model_runner: ModelRunner):
+        super().__init__()
+        self.pool: ArenaKVPool = model_runner.token_to_kv_pool
+        self.req_to_token = model_runner.req_to_token_pool.req_to_token
+        self.segments = self.pool.bind(model_runner.req_to_token_pool)
+        self._rows: Rows | None = None
+        self._spans: list[tuple[int, int, int]] = []
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        """Gather what all layers of this forward share."""
+        if forward_batch.forward_mode.is_decode_or_idle():
+            request = forward_batch.req_pool_indices.long()
+            self._rows = Rows(
+                req_to_token=self.req_to_token,
+                request=request,
+                seq_len=forward_batch.seq_lens.long(),
+                segment_begin=self.segments.segment_begin[request],
+                tail_begin=self.segments.tail_begin[request],
+                page_start=self.segments.page_start[request],
+            )
+        else:
+            self._spans = list(
+                zip(
+                    forward_batch.req_pool_indices.tolist(),
+                    forward_batch.extend_prefix_lens_cpu,
+                    forward_batch.extend_seq_lens_cpu,
+                    strict=True,
+                )
+            )
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs,
+    ) -> torch.Tensor:
+        """One token per request: [B, Hq * D] -> [B, Hq * Dv]."""
+        self._store(k, v, layer, forward_batch, save_kv_cache, kwargs)
+        pages = head_pages(
+            self._rows,
+            layer.layer_id - self.pool.start_layer,
+            self.pool.layer_num,
+            self.pool.head_num,
+            self.pool.page_size,
+        )
+        out, _ = decode(
+            q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
+            self.pool.flat_k,
+            self.pool.flat_v,
+            pages,
+            layer.scaling,
+        )
+        return out.to(q.dtype).view(q.shape[0], -1)
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs,
+    ) -> torch.Tensor:
+        """New tokens of every request, one after the other: [t, Hq * D] -> [t, Hq * Dv]."""
+        self._store(k, v, layer, forward_batch, save_kv_cache, kwargs)
+        query = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        out = q.new_empty(q.shape[0], layer.tp_q_head_num, layer.v_head_dim)
+        first = 0
+        for row, prefix, new in self._spans:
+            mine = slice(first, first + new)
+            out[mine] = self._extend(query[mine], row, prefix + new, layer)
+            first += new
+        return out.view(q.shape[0], -1)
+
+    def _extend(
+        self, query: torch.Tensor, row: int, seq_len: int, layer: RadixAttention
+    ) -> torch.Tensor:
+        """Attention of one request's new tokens, the last of its `seq_len`."""
+        if self.segments.begin(row) is not None:
+            return self._extend_compressed(query, row, seq_len, layer)
+        slots = self.req_to_token[row, :seq_len].long()
+        keys, values = self.pool.read(layer.layer_id, slots)
+        plan = self.pool.plans.get(row)
+        if plan is not None:
+            local = layer.layer_id - self.pool.start_layer
+            if seq_len == plan.prompt_tokens:
+                plan.observe(local, query, keys, values, layer.scaling)
+            else:
+                plan.keep_queries(local, query)
+        return extend(query, keys, values, layer.scaling)
+
+    def _extend_compressed(
+        self, query: torch.Tensor, row: int, seq_len: int, layer: RadixAttention
+    ) -> torch.Tensor:
+        """The same over a compressed prefix (mixed prefill and decode batches)."""
+        heads, layers, page_size = self.pool.head_num, self.pool.layer_num, self.pool.page_size
+        local = layer.layer_id - self.pool.start_layer
+        begin, end = self.segments.begin(row), int(self.segments.tail_begin[row])
+        blocks = self.req_to_token[row, begin:end:page_size].long() // page_size
+        per_block = layers * heads
+        run = (blocks[:, None] * per_block + torch.arange(per_block, device=blocks.device)).flatten()
+        first = local * heads
+        bounds = self.segments.page_start[row, first : first + heads + 1].tolist()
+        pages = [run[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+        tail = self.req_to_token[row, end:seq_len].long()
+        tail_keys, tail_values = self.pool.read(layer.layer_id, tail)
+        return extend_compressed(
+            query,
+            [self.pool.flat_k[mine].flatten(0, 1) for mine in pages],
+            [self.pool.flat_v[mine].flatten(0, 1) for mine in pages],
+            tail_keys,
+            tail_values,
+            layer.scaling,
+        )
+
+    def _store(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool,
+        extras: dict,
+    ) -> None:
+        check_layer(layer, extras)
+        if save_kv_cache and k is not None:
+            self.pool.set_kv_buffer(
+                layer,
+                forward_batch.out_cache_loc,
+                k.view(-1, layer.tp_k_head_num, layer.qk_head_dim),
+                v.view(-1, layer.tp_v_head_num, layer.v_head_dim),
+            )
+
+    def support_triton(self) -> bool:
+        return self.req_to_token.is_cuda

@@ -1,0 +1,73 @@
+"""What cannot be compressed, said in one sentence before anything is served wrongly."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+
+class UnsupportedError(ValueError):
+    """A model or server option that sgl-kvc cannot serve. The message says which and why."""
+
+
+def check_model(runner: ModelRunner) -> None:
+    """Raise UnsupportedError unless all layers hold one plain KV per token and head."""
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+
+    config = runner.model_config
+    name = (config.hf_config.architectures or ["this model"])[0]
+    text = config.hf_text_config
+    if runner.use_mla_backend:
+        raise UnsupportedError(f"{name}: multi-head latent attention (MLA) is not supported")
+    if runner.is_hybrid_swa or _window(text) is not None:
+        raise UnsupportedError(f"{name}: sliding-window attention is not supported")
+    if mambaish_config(config) is not None:
+        raise UnsupportedError(f"{name}: hybrid state-space or linear attention is not supported")
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedError(f"{name}: encoder-decoder models are not supported")
+    if getattr(text, "attention_chunk_size", None):
+        raise UnsupportedError(f"{name}: chunked local attention is not supported")
+    if not config.is_generation:
+        raise UnsupportedError(f"{name}: only generation models are supported")
+
+
+def check_server(args: Any) -> None:
+    """Raise UnsupportedError for a server option that moves KVs behind the arena's back."""
+    refused = {
+        "--speculative-algorithm": args.speculative_algorithm is not None,
+        "--disaggregation-mode": args.disaggregation_mode != "null",
+        "--enable-hierarchical-cache": args.enable_hierarchical_cache,
+        "--pp-size above 1": args.pp_size > 1,
+        "--disable-radix-cache": args.disable_radix_cache,
+        "--enable-streaming-session": args.enable_streaming_session,
+        "--page-size below 8": args.page_size is None or args.page_size < 8,
+        "--kv-cache-dtype fp8/fp4": "fp" in str(args.kv_cache_dtype)
+        and not str(args.kv_cache_dtype).endswith("16"),
+    }
+    for option, given in refused.items():
+        if given:
+            raise UnsupportedError(f"{option} cannot be combined with --attention-backend kvc")
+
+
+def check_layer(layer: RadixAttention, extras: dict) -> None:
+    """Raise UnsupportedError for attention that is more than softmax(QK')V."""
+    kind = "cross" if layer.is_cross_attention else layer.attn_type.value
+    if kind != "decoder":
+        raise UnsupportedError(f"layer {layer.layer_id}: {kind} attention")
+    if layer.sliding_window_size is not None and layer.sliding_window_size > -1:
+        raise UnsupportedError(f"layer {layer.layer_id}: sliding-window attention")
+    if layer.logit_cap:
+        raise UnsupportedError(f"layer {layer.layer_id}: attention logit soft-capping")
+    used = [name for name, value in extras.items() if value is not None]
+    if used:
+        raise UnsupportedError(f"layer {layer.layer_id}: attention option {used[0]}")
+
+
+def _window(text_config: Any) -> int | None:
+    """The model's sliding window, None when it has none or does not use it."""
+    if getattr(text_config, "use_sliding_window", True) is False:
+        return None
+    return getattr(text_config, "sliding_window", None)

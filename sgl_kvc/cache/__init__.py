@@ -1,0 +1,1 @@
+"""Prefix cache and compression: when a request's KVs are scored, compacted and freed."""

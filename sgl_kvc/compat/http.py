@@ -1,0 +1,104 @@
+"""The knob into and the report out of SGLang's HTTP process (0.5.17).
+
+``/generate`` forwards ``meta_info``, the OpenAI endpoints drop it. So the report is lifted
+to the top level of every response body here, and the gateway has nothing to re-model.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+from sgl_kvc.compat import Hook
+from sgl_kvc.spec import CUSTOM_PARAM, SpecError, parse
+
+_CHAT = "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat"
+_COMPLETION = "sglang.srt.entrypoints.openai.serving_completions.OpenAIServingCompletion"
+_DONE = "data: [DONE]\n\n"
+
+
+async def generate_request(original, manager, obj, request=None) -> AsyncIterator[Any]:
+    """``TokenizerManager.generate_request``: validate the knob, lift the report."""
+    _validate(obj, manager.server_args)
+    async for response in original(manager, obj, request):
+        for item in response if isinstance(response, list) else [response]:
+            report = _take_report(item.get("meta_info", {}))
+            if report is not None:
+                item[CUSTOM_PARAM] = report
+                obj.kvc_report = report
+        yield response
+
+
+async def non_streaming(original, serving, adapted, request, raw_request) -> Any:
+    """``_handle_non_streaming_request`` of the OpenAI endpoints: add the report."""
+    from fastapi.responses import ORJSONResponse
+    from pydantic import BaseModel
+
+    try:
+        response = await original(serving, adapted, request, raw_request)
+    except SpecError as error:
+        return serving.create_error_response(str(error), param=error.field)
+    report = getattr(adapted, "kvc_report", None)
+    if report is None or not isinstance(response, BaseModel):
+        return response
+    return ORJSONResponse(response.model_dump(mode="json") | {CUSTOM_PARAM: report})
+
+
+async def stream(original, serving, adapted, request, raw_request) -> AsyncIterator[str]:
+    """The SSE generators of the OpenAI endpoints: add the report to the last chunk.
+
+    Chunks pass at once; only the one before ``[DONE]`` could have to wait, and which one
+    that is shows when the report is there: it arrives with the request's last token.
+    """
+    held: str | None = None
+    async for chunk in original(serving, adapted, request, raw_request):
+        if held is not None:
+            yield held if chunk != _DONE else _with_report(held, adapted.kvc_report)
+            held = None
+        if chunk != _DONE and getattr(adapted, "kvc_report", None) is not None:
+            held = chunk
+        else:
+            yield chunk
+    if held is not None:
+        yield held
+
+
+def _validate(obj: Any, server_args: Any) -> None:
+    """Raise SpecError for a knob that cannot be used, before the scheduler sees it."""
+    params = getattr(obj, "sampling_params", None)
+    for one in params if isinstance(params, list) else [params]:
+        custom = one.get("custom_params") if isinstance(one, dict) else None
+        if isinstance(custom, dict) and CUSTOM_PARAM in custom:
+            spec = parse(custom[CUSTOM_PARAM])
+            if not spec.off and server_args.attention_backend != "kvc":
+                raise SpecError("", "this worker was started without --attention-backend kvc")
+
+
+def _take_report(meta_info: dict) -> dict | None:
+    values = meta_info.pop(CUSTOM_PARAM, None)
+    return next((value for value in reversed(values or []) if value is not None), None)
+
+
+def _with_report(chunk: str, report: dict) -> str:
+    body = json.loads(chunk.removeprefix("data: "))
+    return f"data: {json.dumps(body | {CUSTOM_PARAM: report})}\n\n"
+
+
+HOOKS = [
+    Hook(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
+        "AROUND",
+        generate_request,
+        "custom_params are not validated and meta_info is not lifted upstream",
+    ),
+    *(
+        Hook(f"{serving}._handle_non_streaming_request", "AROUND", non_streaming,
+             "the OpenAI endpoints do not forward meta_info")
+        for serving in (_CHAT, _COMPLETION)
+    ),
+    Hook(f"{_CHAT}._generate_chat_stream", "AROUND", stream,
+         "the OpenAI endpoints do not forward meta_info"),
+    Hook(f"{_COMPLETION}._generate_completion_stream", "AROUND", stream,
+         "the OpenAI endpoints do not forward meta_info"),
+]

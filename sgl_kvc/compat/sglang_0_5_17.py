@@ -1,0 +1,160 @@
+"""SGLang 0.5.17: the hooks, and the reason for each."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+
+from sgl_kvc.compat import Hook, http
+from sgl_kvc.spec import CUSTOM_PARAM
+
+logger = logging.getLogger(__name__)
+
+BACKEND = "kvc"
+
+
+def default_arguments(args, *_: Any) -> None:
+    """``ServerArgs.__post_init__``: what ``--attention-backend kvc`` implies."""
+    if args.attention_backend == BACKEND:
+        if args.radix_cache_backend is None:
+            args.radix_cache_backend = BACKEND
+        if args.page_size is None:
+            args.page_size = 16
+
+
+def plan_requests(_result: Any, batch) -> None:
+    """``ScheduleBatch.prepare_for_extend``: the rows of the batch are known from here on."""
+    plan = getattr(batch.tree_cache, "plan_request", None)
+    if plan is not None:
+        for req in batch.reqs:
+            plan(req)
+
+
+def attach_report(_accumulator, *, req) -> None:
+    """``_GenerationStreamAccumulator.accept``: the report rides on the last output token.
+
+    SGLang carries ``customized_info`` as one value per output token.
+    """
+    report = getattr(req, "kvc_report", None)
+    if report is None:
+        return
+    if req.customized_info is None:
+        req.customized_info = {}
+    values = req.customized_info.setdefault(CUSTOM_PARAM, [])
+    values.extend([None] * (len(req.output_ids_through_stop) - len(values)))
+    if req.finished() and values:
+        values[-1] = report
+
+
+def use_arena(_configurator, **kwargs: Any) -> tuple[tuple, dict]:
+    """``KVCacheConfigurator._build_mha_kv_pool``: our pool on CUDA."""
+    from sgl_kvc.compat import serving_with_kvc
+    from sgl_kvc.pool.arena import ArenaKVPool
+
+    if serving_with_kvc():
+        kwargs["mha_pool_class"] = ArenaKVPool
+    return (_configurator,), kwargs
+
+
+def check_scheduler(_result: Any, scheduler, *_args: Any, **_kwargs: Any) -> None:
+    """``Scheduler.__init__``: every seam was taken, or the process stops.
+
+    SGLang logs and swallows what a plugin raises, and would serve uncompressed.
+    """
+    if scheduler.server_args.attention_backend != BACKEND:
+        return
+    from sgl_kvc.cache.radix import CompressingRadixCache
+    from sgl_kvc.pool.arena import ArenaKVPool
+
+    cache = scheduler.tree_cache
+    pool = scheduler.token_to_kv_pool_allocator.get_kvcache()
+    for seam, found, wanted in (
+        ("radix cache", cache, CompressingRadixCache),
+        ("KV pool", pool, ArenaKVPool),
+    ):
+        if not isinstance(found, wanted):
+            raise RuntimeError(
+                f"sgl-kvc: SGLang's {seam} is {type(found).__name__}, not {wanted.__name__}; "
+                "refusing to serve"
+            )
+    logger.info("sgl-kvc: arena, radix cache and attention backend are in place")
+
+
+def support_triton(original, backend: str) -> bool:
+    """``support_triton``: there is no Triton on a CPU."""
+    return torch.cuda.is_available() and original(backend)
+
+
+HOOKS = [
+    Hook(
+        "sglang.srt.server_args.ServerArgs.__post_init__",
+        "BEFORE",
+        default_arguments,
+        "one flag chooses attention backend, radix cache and a block size",
+    ),
+    Hook(
+        "sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_extend",
+        "AFTER",
+        plan_requests,
+        "the attention backend sees rows, not requests",
+    ),
+    Hook(
+        "sglang.srt.managers.scheduler_components.output_streamer"
+        "._GenerationStreamAccumulator.accept",
+        "BEFORE",
+        attach_report,
+        "customized_info is otherwise filled by the model's output only",
+    ),
+    Hook(
+        "sglang.srt.managers.scheduler.Scheduler.__init__",
+        "AFTER",
+        check_scheduler,
+        "plugin errors are swallowed upstream",
+    ),
+    Hook(
+        "sglang.srt.utils.common.support_triton",
+        "AROUND",
+        support_triton,
+        "the CPU platform has no Triton, and upstream asks only for the backend's name",
+    ),
+    Hook(
+        "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_mha_kv_pool",
+        "BEFORE",
+        use_arena,
+        "only out-of-tree platforms may name a pool",
+    ),
+    *http.HOOKS,
+]
+
+
+def register() -> None:
+    """Register backends and hooks with SGLang. Raises what the caller must not swallow."""
+    from sglang.srt.layers.attention.attention_registry import register_attention_backend
+    from sglang.srt.mem_cache.registry import register_radix_cache_backend
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.server_args import add_attention_backend_choices
+
+    @register_attention_backend(BACKEND)
+    def attention_backend(runner):
+        from sgl_kvc.attention.backend import KvcAttentionBackend
+        from sgl_kvc.attention.support import UnsupportedError, check_model, check_server
+
+        try:
+            check_model(runner)
+            check_server(runner.server_args)
+        except UnsupportedError as error:
+            logger.critical("sgl-kvc cannot serve this: %s", error)
+            raise
+        return KvcAttentionBackend(runner)
+
+    def radix_cache(context):
+        from sgl_kvc.cache.radix import CompressingRadixCache
+
+        return CompressingRadixCache(context.params)
+
+    add_attention_backend_choices([BACKEND])
+    register_radix_cache_backend(BACKEND, radix_cache)
+    for hook in HOOKS:
+        HookRegistry.register(hook.target, hook.function, HookType[hook.kind])

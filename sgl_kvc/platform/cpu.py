@@ -1,0 +1,45 @@
+"""SGLang on a CPU, without ``sgl_kernel``.
+
+SGLang's in-tree CPU platform needs AMX kernels. As an out-of-tree platform, models run
+their ``forward_native`` path and this class names the pool and the allocator.
+"""
+
+from __future__ import annotations
+
+from sglang.srt.platforms.cpu import CpuDeviceMixin
+from sglang.srt.platforms.device_mixin import PlatformEnum
+from sglang.srt.platforms.interface import SRTPlatform
+
+
+class CpuPlatform(CpuDeviceMixin, SRTPlatform):
+    """An out-of-tree platform whose device is the CPU."""
+
+    _enum = PlatformEnum.OOT
+    device_type = "cpu"
+
+    def apply_server_args_defaults(self, server_args) -> None:
+        """Defaults a CPU needs; nothing the user set is changed."""
+        if server_args.dtype == "auto":
+            server_args.dtype = "float32"  # half precision is emulated on most CPUs
+        if server_args.sampling_backend is None:
+            server_args.sampling_backend = "pytorch"
+
+    def get_device(self, device_id: int = 0) -> str:
+        return "cpu"  # 0.5.17 splits the name as a string
+
+    def get_default_attention_backend(self) -> str:
+        return "torch_native"
+
+    def get_mha_kv_pool_cls(self) -> type:
+        """The arena when our attention backend serves, SGLang's own pool otherwise."""
+        from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool
+
+        from sgl_kvc.compat import serving_with_kvc
+        from sgl_kvc.pool.arena import ArenaKVPool
+
+        return ArenaKVPool if serving_with_kvc() else MHATokenToKVPool
+
+    def get_paged_allocator_cls(self) -> type:
+        from sgl_kvc.platform.allocator import TorchPagedAllocator
+
+        return TorchPagedAllocator

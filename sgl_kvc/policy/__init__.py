@@ -1,0 +1,1 @@
+"""Eviction policies: a scorer says how much a key matters, an apportioner who gets pages."""

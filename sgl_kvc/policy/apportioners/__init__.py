@@ -1,0 +1,1 @@
+"""Apportioners, one method a file."""

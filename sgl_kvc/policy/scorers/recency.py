@@ -1,0 +1,14 @@
+"""Newest keys first; with protected sinks this is StreamingLLM (arXiv 2309.17453)."""
+
+from __future__ import annotations
+
+import torch
+
+from sgl_kvc.policy.base import LayerContext
+
+
+def score(context: LayerContext) -> torch.Tensor:
+    """The key's position."""
+    tokens, heads = context.keys.shape[:2]
+    positions = torch.arange(tokens, device=context.keys.device, dtype=torch.float32)
+    return positions.expand(heads, tokens)

@@ -1,0 +1,102 @@
+"""The KV pool whose blocks are bags of head pages.
+
+One allocation for all layers, ``[num_blocks, L, H, P, D]`` for keys and one for values. To
+SGLang it is an ordinary paged pool (slot = block * P + offset); a block that a compressed
+request owns holds the same ``L * H`` head pages in another order (docs/design.md).
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from kvc_kernels.store import store
+from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
+from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
+
+from sgl_kvc.pool.segments import SegmentTable
+
+if TYPE_CHECKING:
+    from sgl_kvc.cache.plan import Plan
+
+
+class ArenaKVPool(MHATokenToKVPool):
+    """SGLang's multi-head KV pool in the arena's layout.
+
+    Attributes
+    ----------
+    arena_k, arena_v : [num_blocks, L, H, P, D] and [num_blocks, L, H, P, Dv].
+    flat_k, flat_v : the same memory by head page, [num_blocks * L * H, P, D].
+    segments : the compression state of every request row; set by `bind`.
+    plans : by request row, prompts being prefilled that will be compressed: the radix
+        cache makes them, the attention backend feeds them, the radix cache uses them up.
+    """
+
+    segments: SegmentTable
+
+    def __init__(self, *args, kv_cache_layout: str | None = None, **kwargs):
+        super().__init__(*args, kv_cache_layout="head_pages", **kwargs)
+        self.plans: dict[int, Plan] = {}
+
+    def bind(self, req_to_token_pool: ReqToTokenPool) -> SegmentTable:
+        """Create the segment table for the rows of `req_to_token_pool`; once per engine."""
+        self.segments = SegmentTable(
+            rows=req_to_token_pool.req_to_token.shape[0],
+            heads=self.layer_num * self.head_num,
+            device=self.device,
+        )
+        return self.segments
+
+    @property
+    def block_bytes(self) -> int:
+        """Bytes one block takes, keys and values of all layers and heads."""
+        return (self.arena_k[0].numel() + self.arena_v[0].numel()) * self.store_dtype.itemsize
+
+    def _create_buffers(self) -> None:
+        blocks, rest = divmod(self.size + self.page_size, self.page_size)
+        if rest:
+            raise ValueError(f"pool size {self.size} is not a multiple of page size")
+        shape = (blocks, self.layer_num, self.head_num, self.page_size)
+        with self.memory_saver_adapter.region(GPU_MEMORY_TYPE_KV_CACHE):
+            self.arena_k = torch.zeros(
+                *shape, self.head_dim, dtype=self.store_dtype, device=self.device
+            )
+            self.arena_v = torch.zeros(
+                *shape, self.v_head_dim, dtype=self.store_dtype, device=self.device
+            )
+        self.flat_k = self.arena_k.view(-1, self.page_size, self.head_dim)
+        self.flat_v = self.arena_v.view(-1, self.page_size, self.v_head_dim)
+        self.k_buffer = list(self.arena_k.unbind(1))
+        self.v_buffer = list(self.arena_v.unbind(1))
+
+    def _store_kv_layer(
+        self, layer_idx: int, loc: torch.Tensor, cache_k: torch.Tensor, cache_v: torch.Tensor
+    ) -> None:
+        store(self.k_buffer[layer_idx], loc, cache_k)
+        store(self.v_buffer[layer_idx], loc, cache_v)
+
+    def read(self, layer_id: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values at `slots` ([n]) of canonical blocks: [n, H, D] and [n, H, Dv]."""
+        blocks, offsets = slots // self.page_size, slots % self.page_size
+        layer = layer_id - self.start_layer
+        return (
+            self.k_buffer[layer][blocks, :, offsets],
+            self.v_buffer[layer][blocks, :, offsets],
+        )
+
+    # What assumes one contiguous [slots, H, D] buffer per layer would read the wrong bytes.
+
+    def get_contiguous_buf_infos(self):
+        raise NotImplementedError("sgl-kvc: KV transfer (disaggregation) is not supported")
+
+    def get_cpu_copy(self, indices, mamba_indices=None):
+        raise NotImplementedError("sgl-kvc: KV offload to the host is not supported")
+
+    def load_cpu_copy(self, kv_cache_cpu, indices, mamba_indices=None):
+        raise NotImplementedError("sgl-kvc: KV offload to the host is not supported")
+
+    def move_kv_cache(self, tgt_loc, src_loc):
+        raise NotImplementedError("sgl-kvc: speculative decoding is not supported")
+
+    def set_kv_buffer_prefix_valid(self, *args, **kwargs):
+        raise NotImplementedError("sgl-kvc: speculative decoding is not supported")
