@@ -26,13 +26,31 @@ from .tasks import (
     votes,
     words,
 )  # fmt: skip
-from .vocabulary import ANSWER, BOS, EOS, INDEX, PAD
+from .vocabulary import (
+    ANIMALS,
+    ANSWER,
+    BOS,
+    CANDIDATES,
+    COLOURS,
+    EOS,
+    INDEX,
+    PAD,
+    VALUES,
+    VARIABLES,
+)
 
 # Sample kind and its share. "dense" asks about every needle that fits: most answers per token.
 MIX = {
     "dense": 0.36, "sparse": 0.13, "single": 0.04, "questions": 0.15, "copy": 0.11,
     "votes": 0.06, "chains": 0.07, "several": 0.08,
 }  # fmt: skip
+# Rows of the first length: copying any word teaches to match words, which the rest builds on.
+FIRST_MIX = {
+    "dense": 0.32, "sparse": 0.06, "single": 0.02, "questions": 0.08, "copy": 0.40,
+    "votes": 0.02, "chains": 0.06, "several": 0.04,
+}  # fmt: skip
+FIRST_LENGTH = 64
+COPIED = VALUES + COLOURS + ANIMALS + VARIABLES + CANDIDATES
 SHARED = 0.6
 
 
@@ -103,6 +121,16 @@ def _questions(length: int, rng: Random) -> Facts:
 
 
 def _copy(length: int, rng: Random) -> Facts:
+    """Half the passages have words that come again before other words."""
+    most = min(64, (length - 16) // 2)
+    n = rng.randint(most // 2 if length == FIRST_LENGTH else 4, most)
+    pool = COPIED
+    if rng.random() < 0.5:
+        pool = rng.sample(pool, max(4, n * 2 // 3))
+    return copy(length, rng, n, pool)
+
+
+def _passage(length: int, rng: Random) -> Facts:
     return copy(length, rng, rng.randint(4, min(64, (length - 16) // 2)))
 
 
@@ -117,7 +145,7 @@ def _chains(length: int, rng: Random) -> Facts:
 
 def _several(length: int, rng: Random) -> Facts:
     """Facts of two or three tasks in one document, the turns in any order."""
-    parts = rng.sample((_dense, _questions, _copy, _votes, _chains), 2 if length < 256 else 3)
+    parts = rng.sample((_dense, _questions, _passage, _votes, _chains), 2 if length < 256 else 3)
     made = [part(max(64, length // (len(parts) + 1)), rng) for part in parts]
     if length < 128:
         made = made[:1]
@@ -170,8 +198,9 @@ def pack(prompt: Prompt, length: int) -> tuple[np.ndarray, np.ndarray]:
     return ids, wanted
 
 
-def batch(size: int, length: int, rng: Random, mix: dict[str, float] = MIX):
+def batch(size: int, length: int, rng: Random) -> tuple[np.ndarray, np.ndarray, list[str]]:
     """Ids and answer marks `[size, length]`, and the kind of each row."""
+    mix = FIRST_MIX if length == FIRST_LENGTH else MIX
     kinds = rng.choices(list(mix), weights=list(mix.values()), k=size)
     rows = [pack(draw_prompt(kind, length, rng), length) for kind in kinds]
     return np.stack([r[0] for r in rows]), np.stack([r[1] for r in rows]), kinds

@@ -186,9 +186,9 @@ def questions(
     return Facts([f"the code for {key} is {value} ." for key, value in pairs], [turn])
 
 
-def copy(length: int, rng: Random, words: int = 32) -> Facts:
+def copy(length: int, rng: Random, words: int = 32, pool: list[str] = VALUES) -> Facts:
     """A marked passage of `words` words, to be repeated word for word."""
-    span = " ".join(draw(VALUES, words, rng))
+    span = " ".join(draw(pool, words, rng))
     line = f"passage begins : {span} : passage ends ."
     return Facts([line], [Turn("please repeat the passage .", span)])
 

@@ -30,10 +30,10 @@ logger = logging.getLogger("kvc_recall.train")
 class Plan:
     """The schedule. Lengths in tokens, everything else in steps unless named otherwise."""
 
-    steps: int = 1500
+    steps: int = 1400
     warm_up: int = 100
-    decay_from: int = 900
-    long_from: int = 1380
+    decay_from: int = 800
+    long_from: int = 1320
     long_share: float = 0.35
     rate: float = 4e-3
     final_rate: float = 0.03
@@ -41,7 +41,7 @@ class Plan:
     clip: float = 1.0
     stages: tuple[tuple[int, int], ...] = ((64, 64), (128, 48), (256, 32), (512, 16), (1024, 8))
     advance_at: tuple[float, ...] = (0.85, 0.90, 0.93, 0.95)
-    least: int = 100  # steps in a stage before the next
+    least: int = 60  # steps in a stage before the next
     back_share: float = 0.25  # batches drawn from the stage before
     long_stage: tuple[int, int] = (2048, 4)
     others: int = 512  # tokens outside answers that count in the loss

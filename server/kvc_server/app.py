@@ -21,9 +21,6 @@ from kvc_server.worker import LocalWorker, RemoteWorker, Worker
 
 INFERENCE = ("/v1/chat/completions", "/v1/completions", "/generate")
 OTHERS = ("/v1/models", "/health", "/readiness", "/metrics")
-# Shorter than the 5 s after which SGLang's server closes an idle connection, so that we never
-# write a request into one that is closing.
-_KEEPALIVE_S = 2.0
 _METRICS_TIMEOUT_S = 5.0
 _TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -92,13 +89,16 @@ def create_app(settings: Settings) -> FastAPI:
 
 
 def _client(settings: Settings) -> httpx.AsyncClient:
+    """One client for all requests, with no cap on connections.
+
+    Every request has a connection of its own: a kept one may be closing at the worker's end just
+    when the next request is written, and a generation cannot be sent again without harm.
+    """
     return httpx.AsyncClient(
         timeout=httpx.Timeout(
             connect=settings.connect_timeout, read=settings.read_timeout, write=60.0, pool=None
         ),
-        limits=httpx.Limits(
-            max_connections=None, max_keepalive_connections=None, keepalive_expiry=_KEEPALIVE_S
-        ),
+        limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
         trust_env=False,
     )
 

@@ -101,6 +101,11 @@ def _print(plan: Plan) -> None:
         f"(2 x {shape.layers} layers x {shape.kv_heads} KV heads x {shape.head_dim} "
         f"x {shape.dtype_bytes} bytes, {shape.dtype})"
     )
+    if shape.dtype == "float32":
+        console.print(
+            "SGLang serves float32 checkpoints in float16 unless told otherwise: "
+            "--kv-dtype float16 plans that."
+        )
     weights = "unknown, not subtracted" if plan.weights is None else size(plan.weights)
     console.print(
         f"Memory {size(plan.memory)}, weights {weights}: {plan.pool_blocks:,} blocks of "

@@ -108,14 +108,15 @@ class Forward(Response):
             event = gap + from_transport(lost).to_event()
             await send({"type": "http.response.body", "body": event, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
-        self._metrics.observe_result(scanner.result)
+        for result in scanner.results():
+            self._metrics.observe_result(result)
 
 
 class ResultScanner:
-    """Finds the last `kv_compression` object in a stream of events, without holding it up."""
+    """Finds the `kv_compression` objects in a stream of events, without holding it up."""
 
     def __init__(self) -> None:
-        self.result: Any = None
+        self._by_index: dict[str, Any] = {}
         self._line = b""
 
     def feed(self, chunk: bytes) -> None:
@@ -126,20 +127,28 @@ class ResultScanner:
         if _RESULT_KEY not in lines[:cut]:
             return
         for line in lines[:cut].split(b"\n"):
-            if _RESULT_KEY in line:
-                self.result = next(iter(results(line.removeprefix(b"data:"))), self.result)
+            for event in _with_result(line.removeprefix(b"data:")):
+                self._by_index[str(event.get("index"))] = event[CUSTOM_PARAM]
+
+    def results(self) -> list[Any]:
+        """The last object of each request: of the only one, or of each of a batch."""
+        return list(self._by_index.values())
 
 
 def results(body: bytes) -> list[Any]:
     """The `kv_compression` objects of a JSON body: of the object, or of each of a batch."""
-    if _RESULT_KEY not in body:
+    return [item[CUSTOM_PARAM] for item in _with_result(body)]
+
+
+def _with_result(text: bytes) -> list[dict[str, Any]]:
+    if _RESULT_KEY not in text:
         return []
     try:
-        content = json.loads(body)
+        content = json.loads(text)
     except (ValueError, RecursionError):
         return []
     items = content if isinstance(content, list) else [content]
-    return [item[CUSTOM_PARAM] for item in items if isinstance(item, dict) and CUSTOM_PARAM in item]
+    return [item for item in items if isinstance(item, dict) and CUSTOM_PARAM in item]
 
 
 async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:

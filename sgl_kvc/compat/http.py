@@ -32,17 +32,14 @@ async def generate_request(original, manager, obj, request=None) -> AsyncIterato
 
 async def non_streaming(original, serving, adapted, request, raw_request) -> Any:
     """``_handle_non_streaming_request`` of the OpenAI endpoints: add the report."""
-    from fastapi.responses import ORJSONResponse
+    from fastapi.responses import JSONResponse
     from pydantic import BaseModel
 
-    try:
-        response = await original(serving, adapted, request, raw_request)
-    except SpecError as error:
-        return serving.create_error_response(str(error), param=error.field)
+    response = await original(serving, adapted, request, raw_request)
     report = getattr(adapted, "kvc_report", None)
     if report is None or not isinstance(response, BaseModel):
         return response
-    return ORJSONResponse(response.model_dump(mode="json") | {CUSTOM_PARAM: report})
+    return JSONResponse(response.model_dump(mode="json") | {CUSTOM_PARAM: report})
 
 
 async def stream(original, serving, adapted, request, raw_request) -> AsyncIterator[str]:

@@ -21,6 +21,7 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         """Defaults a CPU needs; nothing the user set is changed."""
         if server_args.dtype == "auto":
             server_args.dtype = "float32"  # half precision is emulated on most CPUs
+        server_args.sleep_on_idle = True  # the scheduler would spin on a core others need
         if server_args.sampling_backend is None:
             server_args.sampling_backend = "pytorch"
 

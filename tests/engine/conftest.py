@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import pytest
+
+from tests import tiny_models
+from tests.serving import Server, sglang
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory) -> Path:
+    return tiny_models.write(tmp_path_factory.mktemp("llama"))
+
+
+@pytest.fixture(scope="session")
+def server(tiny_llama) -> Server:
+    """A compressing server with room for 16 prompts of 1,000 tokens."""
+    with sglang(tiny_llama, "--max-total-tokens", "16384") as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def plain_server(tiny_llama) -> Server:
+    """SGLang as it comes: its own attention, pool and radix cache."""
+    with sglang(tiny_llama, "--max-total-tokens", "16384", backend="torch_native") as running:
+        yield running
+
+
+def prompt(tokens: int, seed: int, shared: int = 0) -> list[int]:
+    """Random token ids, the first `shared` of them the same for every seed."""
+    start = random.Random("shared").choices(range(4, tiny_models.VOCABULARY), k=shared)
+    rest = random.Random(seed).choices(range(4, tiny_models.VOCABULARY), k=tokens - shared)
+    return start + rest

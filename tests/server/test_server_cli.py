@@ -1,0 +1,107 @@
+"""Settings and the command line: what is refused, and how a start that fails ends."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+from gateways import serve
+from kvc_server.cli import main
+from kvc_server.settings import Settings, SettingsError
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({}, "either --worker-url or --model-path"),
+        ({"worker_url": "http://a", "model_path": "m"}, "either --worker-url or --model-path"),
+        ({"worker_url": "localhost:30000"}, "--worker-url must look like"),
+        ({"worker_url": "http://a:99999"}, "--worker-url must look like"),
+        ({"worker_url": "http://a", "worker_args": ("--tp", "2")}, "it starts none"),
+        ({"model_path": "m", "worker_args": ("--port=1",)}, "--port after --"),
+        ({"model_path": "m", "default_rate": 0.5}, "--default-rate: must be at least 1"),
+        ({"model_path": "m", "default_rate": 9, "max_rate": 8}, "--default-rate: must be at most"),
+        ({"model_path": "m", "max_rate": float("nan")}, "--max-rate: must be a finite"),
+        ({"model_path": "m", "max_rate": 1e9}, "--max-rate: must be at most 1024"),
+        ({"model_path": "m", "connect_timeout": 0}, "--connect-timeout"),
+        ({"model_path": "m", "read_timeout": -1}, "--read-timeout"),
+    ],
+)
+def test_settings_name_the_option(options: dict, reason: str) -> None:
+    with pytest.raises(SettingsError, match=re.escape(reason)):
+        Settings(**options)
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["serve", "--default-rate", "0.5"],
+        ["serve", "--worker-url", "nonsense"],
+        ["serve", "--worker-url", "http://127.0.0.1:1", "--", "--tp", "2"],
+        ["serve", "--port", "70000"],
+        ["serve", "--", "--host", "0.0.0.0"],
+        ["demo", "--tokens", "3"],
+    ],
+)
+def test_bad_options_end_in_one_sentence(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments) == 2
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"sgl-kvc {arguments[0]}: ")
+    assert printed.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "arguments", [[], ["fly"], ["serve", "--port", "x"], ["plan", "x"], ["plan", "x", "--", "y"]]
+)
+def test_usage_errors(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(arguments)
+    assert caught.value.code == 2
+
+
+def test_port_in_use(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        assert main(["serve", "--port", port, "--worker-url", "http://127.0.0.1:1"]) == 2
+    assert f"cannot listen on 127.0.0.1 port {port}" in capsys.readouterr().err
+
+
+def test_the_gateway_never_imports_torch() -> None:
+    code = (
+        "import sys, kvc_server.app, kvc_server.serve, kvc_server.cli, kvc_server.plan_report\n"
+        "sys.exit(bool({'torch', 'sglang', 'triton', 'transformers'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0
+
+
+def test_a_worker_that_cannot_start_ends_the_gateway(tmp_path: Path) -> None:
+    empty = tmp_path / "model"
+    empty.mkdir()
+    with serve(tmp_path / "log", "--model-path", str(empty)) as gateway:
+        assert gateway.process.wait(90) == 1
+    last = gateway.log.read_text().rstrip().splitlines()[-1]
+    assert last.startswith("sgl-kvc serve: the SGLang worker ended (")
+    assert "before it was ready" in last
+
+
+def test_a_killed_gateway_leaves_no_worker(tmp_path: Path) -> None:
+    with serve(tmp_path / "log", "--model-path", str(tmp_path)) as gateway:
+        deadline = time.monotonic() + 30
+        while not psutil.Process(gateway.process.pid).children():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        family = psutil.Process(gateway.process.pid).children(recursive=True)
+        gateway.process.send_signal(signal.SIGKILL)
+        _, left = psutil.wait_procs(family, 5)
+        assert not left

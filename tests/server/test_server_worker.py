@@ -1,0 +1,82 @@
+"""The worker's processes are killed while requests are in flight. Runs after the others."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import json
+import time
+from typing import Any
+
+import httpx
+import pytest
+from gateways import Gateway
+
+ERROR_WITHIN_S = 5
+BODY = {
+    "model": "recall",
+    "messages": [{"role": "user", "content": "the code for red falcon is mango ."}],
+    "max_tokens": 3500,
+    "ignore_eos": True,
+}
+
+
+def stream(gateway: Gateway) -> tuple[float, bytes]:
+    """When a long stream ended, and the last event it had."""
+    url = f"{gateway.url}/v1/chat/completions"
+    with httpx.stream("POST", url, json=BODY | {"stream": True}, timeout=60) as answer:
+        assert answer.status_code == 200
+        text = b"".join(answer.iter_raw())
+    return time.monotonic(), [line for line in text.split(b"\n\n") if line][-1]
+
+
+def wait_for_it(gateway: Gateway) -> tuple[float, httpx.Response]:
+    """When a long request without streaming ended, and how."""
+    answer = httpx.post(f"{gateway.url}/v1/chat/completions", json=BODY, timeout=60)
+    return time.monotonic(), answer
+
+
+def error(body: bytes) -> dict[str, Any]:
+    content = json.loads(body)["error"]
+    assert set(content) == {"message", "type", "param", "code"}
+    assert content["type"] == "server_error"
+    return content
+
+
+@pytest.mark.parametrize("victim", ["scheduler", "worker"])
+def test_a_killed_worker_is_replaced(gateway: Gateway, victim: str) -> None:
+    gateway.wait_ready()
+    process, family = getattr(gateway, victim)(), gateway.worker().children(recursive=True)
+    family.append(gateway.worker())
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        streaming, waiting = pool.submit(stream, gateway), pool.submit(wait_for_it, gateway)
+        time.sleep(1.5)
+        assert not streaming.done()
+        assert not waiting.done()
+        killed = time.monotonic()
+        process.kill()
+        ended, last = streaming.result(timeout=20)
+        assert ended - killed < ERROR_WITHIN_S
+        assert last.startswith(b'data: {"error"')
+        assert error(last.removeprefix(b"data: "))["code"] == "worker_lost"
+        ended, answer = waiting.result(timeout=20)
+        assert ended - killed < ERROR_WITHIN_S
+        assert answer.status_code in (502, 503)
+        error(answer.content)
+
+    ready = httpx.get(f"{gateway.url}/readiness", timeout=10)
+    assert (ready.status_code, ready.json()["ready"]) == (503, False)
+    assert httpx.get(f"{gateway.url}/health").status_code == 200
+    refused = httpx.post(f"{gateway.url}/v1/chat/completions", json=BODY)
+    assert refused.status_code == 503
+    assert int(refused.headers["retry-after"]) > 0
+    error(refused.content)
+
+    gateway.wait_ready(within=90)
+    assert not any(old.is_running() for old in family), "the old worker's processes are gone"
+    answer = httpx.post(
+        f"{gateway.url}/v1/chat/completions", json=BODY | {"max_tokens": 4}, timeout=60
+    )
+    assert answer.status_code == 200
+    metrics = httpx.get(f"{gateway.url}/metrics").text
+    restarts = 1 if victim == "scheduler" else 2
+    assert f"kvc_worker_restarts_total {float(restarts)}" in metrics
