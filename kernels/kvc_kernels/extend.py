@@ -69,3 +69,18 @@ def extend_compressed(
         for head in range(heads)
     ]
     return torch.stack(out, dim=1).reshape(query.shape[0], -1, tail_values.shape[-1])
+
+
+def extend_reference(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """`extend`, one token and head at a time, in float32."""
+    new, total = query.shape[0], keys.shape[0]
+    group = query.shape[1] // keys.shape[1]
+    out = torch.zeros(new, query.shape[1], values.shape[-1])
+    for token in range(new):
+        visible = total - new + token + 1
+        for head in range(query.shape[1]):
+            logits = keys[:visible, head // group].float() @ query[token, head].float() * scale
+            out[token, head] = logits.softmax(0) @ values[:visible, head // group].float()
+    return out

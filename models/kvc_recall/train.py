@@ -17,6 +17,10 @@ from pathlib import Path
 from random import Random
 
 import torch
+import torch._dynamo
+import torch._inductor.config
+import torch.distributed
+import torch.multiprocessing
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -69,7 +73,7 @@ def optimizers(model: Model, plan: Plan) -> list[torch.optim.Optimizer]:
 
 
 def step_loss(
-    model: Model, body, ids: Tensor, wanted: Tensor, plan: Plan, generator: torch.Generator
+    model: Model, ids: Tensor, wanted: Tensor, plan: Plan, generator: torch.Generator
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Loss, mean loss of answer tokens, and whether each token was right `[B, T-1]` (or no answer).
 
@@ -77,7 +81,7 @@ def step_loss(
     """
     targets, marks = ids[:, 1:].flatten(), wanted[:, 1:].flatten()
     with torch.autocast("cpu", torch.bfloat16):
-        hidden = body(ids[:, :-1].contiguous()).flatten(0, 1)
+        hidden = model(ids[:, :-1].contiguous()).flatten(0, 1)
     answers = marks.nonzero().squeeze(1)
     plain = (~marks & (targets != 0)).nonzero().squeeze(1)
     plain = plain[torch.randint(len(plain), (plan.others,), generator=generator)]
@@ -92,60 +96,84 @@ def step_loss(
 
 
 class Trainer:
-    """State of a run: model, optimizers, random streams, stage and running accuracy."""
+    """State of a run: model, optimizers, random streams, stage and running accuracy.
 
-    def __init__(self, shape: Shape, plan: Plan, seed: int, compiled: bool = True) -> None:
+    With several workers (one process each, in a `torch.distributed` group) every one draws its
+    share of the rows and they average gradients, so all hold the same model.
+    """
+
+    def __init__(
+        self, shape: Shape, plan: Plan, seed: int, rank: int = 0, workers: int = 1,
+        compiled: bool = True,
+    ) -> None:  # fmt: skip
         torch.manual_seed(seed)
-        self.plan, self.seed = plan, seed
+        self.plan, self.seed, self.rank, self.workers = plan, seed, rank, workers
         self.model = Model(shape)
-        self.body = torch.compile(self.model, dynamic=False) if compiled else self.model
         self.optimizers = optimizers(self.model, plan)
-        self.rng = Random(seed)
-        self.generator = torch.Generator().manual_seed(seed)
+        if compiled:  # a layer at a time: all layers share one graph for each length
+            torch._dynamo.config.recompile_limit = 32
+            torch._inductor.config.cpp.threads = torch.get_num_threads()
+            for layer in self.model.layers:
+                layer.compile(dynamic=False)
         self.step = self.stage = self.entered = self.tokens = 0
         self.running = 0.0
         self.kinds: dict[str, list[float]] = defaultdict(list)
+        self._seed_streams()
+
+    def _seed_streams(self) -> None:
+        self.lengths = Random(f"{self.seed} {self.step}")  # the same in all workers
+        self.rows = Random(f"{self.seed} {self.step} {self.rank}")
+        self.others = torch.Generator().manual_seed(self.rows.getrandbits(32))
 
     def _draw_stage(self) -> tuple[int, int]:
-        chance = self.rng.random()
-        if self.step >= self.plan.long_from and chance < self.plan.long_share:
-            return self.plan.long_stage
-        back = self.stage > 0 and self.rng.random() < self.plan.back_share
-        return self.plan.stages[self.stage - back]
+        plan = self.plan
+        if self.step >= plan.long_from and self.lengths.random() < plan.long_share:
+            return plan.long_stage
+        return plan.stages[
+            self.stage - (self.stage > 0 and self.lengths.random() < plan.back_share)
+        ]
 
     def one_step(self) -> tuple[float, float]:
-        """Draw a batch and learn from it; returns the loss and that of the answers."""
+        """Draw a batch and learn from it; returns this worker's loss and that of its answers."""
         plan, (length, size) = self.plan, self._draw_stage()
-        ids, wanted, kinds = batch(size, length, self.rng)
+        ids, wanted, kinds = batch(size // self.workers, length, self.rows)
         # One token of padding is predicted and never read, so that compiled shapes are round.
         tokens, answers = (F.pad(torch.from_numpy(a), (0, 1)) for a in (ids, wanted))
+        loss, answer_loss, right = step_loss(self.model, tokens, answers, plan, self.others)
+        loss.backward()
+        marks = answers[:, 1:]
+        for kind, row, mark in zip(kinds, right, marks, strict=True):
+            self.kinds[kind].append(row[mark].float().mean().item())
+        dense = torch.tensor([kind == "dense" for kind in kinds])
+        seen = marks[dense]
+        counts = self._average(torch.tensor([right[dense][seen].sum(), seen.sum()]).float())
         for optimizer in self.optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(plan, self.step)
-        loss, answer_loss, right = step_loss(
-            self.model, self.body, tokens, answers, plan, self.generator
-        )
-        loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), plan.clip)
         for optimizer in self.optimizers:
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
-        marks = answers[:, 1:]
-        for kind, row, mark in zip(kinds, right, marks, strict=True):
-            self.kinds[kind].append(row[mark].float().mean().item())
         self.step += 1
-        self.tokens += ids.size
-        if (length, size) == plan.stages[self.stage]:
-            dense = [
-                row[mark]
-                for kind, row, mark in zip(kinds, right, marks, strict=True)
-                if kind == "dense"
-            ]
-            if dense:
-                accuracy = torch.cat(dense).float().mean().item()
-                self.running += 0.05 * (accuracy - self.running)
+        self.tokens += size * length
+        if (length, size) == plan.stages[self.stage] and counts[1] > 0:
+            self.running += 0.05 * ((counts[0] / counts[1]).item() - self.running)
             self._advance()
         return loss.item(), answer_loss.item()
+
+    def _average(self, counts: Tensor) -> Tensor:
+        """Average the gradients in place, and `counts`, over the workers."""
+        if self.workers == 1:
+            return counts
+        grads = [p.grad for p in self.model.parameters()]
+        flat = torch.cat([g.flatten() for g in grads] + [counts])
+        torch.distributed.all_reduce(flat)
+        flat /= self.workers
+        sizes = [g.numel() for g in grads] + [len(counts)]
+        *parts, counts = flat.split(sizes)
+        for grad, part in zip(grads, parts, strict=True):
+            grad.copy_(part.view_as(grad))
+        return counts
 
     def _advance(self) -> None:
         plan = self.plan
@@ -159,66 +187,84 @@ class Trainer:
         return {
             "model": self.model.state_dict(),
             "optimizers": [optimizer.state_dict() for optimizer in self.optimizers],
-            "rng": self.rng.getstate(), "generator": self.generator.get_state(),
             "counters": (self.step, self.stage, self.entered, self.tokens, self.running),
-        }  # fmt: skip
+        }
 
     def load(self, state: dict) -> None:
         """Go on from a saved `state`."""
         self.model.load_state_dict(state["model"])
         for optimizer, saved in zip(self.optimizers, state["optimizers"], strict=True):
             optimizer.load_state_dict(saved)
-        self.rng.setstate(state["rng"])
-        self.generator.set_state(state["generator"])
         self.step, self.stage, self.entered, self.tokens, self.running = state["counters"]
+        self._seed_streams()
+
+
+def run(rank: int, args: argparse.Namespace) -> None:
+    """One worker's run. The first logs to `train.log.jsonl` and saves in `args.out`."""
+    logging.basicConfig(level=logging.INFO, format="%(message)s")
+    torch.set_num_threads(args.threads)
+    if args.workers > 1:
+        store = (args.out / "workers").resolve()
+        torch.distributed.init_process_group(
+            "gloo", init_method=f"file://{store}", rank=rank, world_size=args.workers
+        )
+    shape, plan = Shape(head_dim=args.head_dim), Plan(steps=args.steps)
+    trainer = Trainer(shape, plan, args.seed, rank, args.workers, not args.eager)
+    if args.resume:
+        trainer.load(torch.load(args.resume, weights_only=False))
+    started = time.time()
+
+    def record(**fields) -> None:
+        if rank:
+            return
+        fields |= {"wall_s": round(time.time() - started, 1)}
+        fields |= {"cpu_s": round(time.process_time() * args.workers, 1)}  # workers are alike
+        line = json.dumps(fields)
+        with (args.out / "train.log.jsonl").open("a") as log:
+            log.write(line + "\n")
+        logger.info(line)
+
+    parameters = sum(p.numel() for p in trainer.model.parameters())
+    record(
+        seed=args.seed, workers=args.workers, shape=asdict(shape), plan=asdict(plan),
+        parameters=parameters,
+    )  # fmt: skip
+    while trainer.step < plan.steps:
+        loss, answer_loss = trainer.one_step()
+        if trainer.step % 20 == 0:
+            by_kind = {k: round(sum(v) / len(v), 3) for k, v in sorted(trainer.kinds.items())}
+            trainer.kinds.clear()
+            record(
+                step=trainer.step, length=plan.stages[trainer.stage][0], loss=round(loss, 4),
+                answer_loss=round(answer_loss, 4), running=round(trainer.running, 4),
+                tokens=trainer.tokens, accuracy=by_kind,
+            )  # fmt: skip
+        if trainer.step % 100 == 0 and not rank:
+            torch.save(trainer.state(), args.out / "checkpoint.tmp")
+            (args.out / "checkpoint.tmp").replace(args.out / "checkpoint.pt")
+    if not rank:
+        save(trainer.model, args.out)
+    record(done=True, step=trainer.step, tokens=trainer.tokens)
 
 
 def main() -> None:
-    """Train, log to `train.log.jsonl`, and save the model in `--out`."""
+    """Start the workers."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--workers", type=int, default=2, help="processes")
+    parser.add_argument("--threads", type=int, default=1, help="in each worker")
     parser.add_argument("--steps", type=int, default=Plan.steps)
     parser.add_argument("--head-dim", type=int, default=Shape.head_dim)
     parser.add_argument("--resume", type=Path, help="a checkpoint.pt to go on from")
     parser.add_argument("--eager", action="store_true", help="do not compile")
     args = parser.parse_args()
-    logging.basicConfig(level=logging.INFO, format="%(message)s")
-    torch.set_num_threads(args.threads)
-    shape, plan = Shape(head_dim=args.head_dim), Plan(steps=args.steps)
-    trainer = Trainer(shape, plan, args.seed, compiled=not args.eager)
-    if args.resume:
-        trainer.load(torch.load(args.resume, weights_only=False))
     args.out.mkdir(parents=True, exist_ok=True)
-    started, cpu = time.time(), time.process_time()
-    with (args.out / "train.log.jsonl").open("a") as log:
-
-        def record(**fields) -> None:
-            fields |= {"wall_s": round(time.time() - started, 1)}
-            fields |= {"cpu_s": round(time.process_time() - cpu, 1)}
-            line = json.dumps(fields)
-            log.write(line + "\n")
-            log.flush()
-            logger.info(line)
-
-        parameters = sum(p.numel() for p in trainer.model.parameters())
-        record(seed=args.seed, shape=asdict(shape), plan=asdict(plan), parameters=parameters)
-        while trainer.step < plan.steps:
-            loss, answer_loss = trainer.one_step()
-            if trainer.step % 20 == 0:
-                by_kind = {k: round(sum(v) / len(v), 3) for k, v in sorted(trainer.kinds.items())}
-                trainer.kinds.clear()
-                record(
-                    step=trainer.step, length=plan.stages[trainer.stage][0], loss=round(loss, 4),
-                    answer_loss=round(answer_loss, 4), running=round(trainer.running, 4),
-                    tokens=trainer.tokens, accuracy=by_kind,
-                )  # fmt: skip
-            if trainer.step % 100 == 0:
-                torch.save(trainer.state(), args.out / "checkpoint.tmp")
-                (args.out / "checkpoint.tmp").replace(args.out / "checkpoint.pt")
-        save(trainer.model, args.out)
-        record(done=True, step=trainer.step, tokens=trainer.tokens)
+    (args.out / "workers").unlink(missing_ok=True)
+    if args.workers == 1:
+        run(0, args)
+    else:
+        torch.multiprocessing.spawn(run, (args,), args.workers)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,13 @@ play; the order of the groups fixes the token ids, so a change here needs new we
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerFast
 
 PAD, BOS, EOS, UNK, ANSWER = "<pad>", "<bos>", "<eos>", "<unk>", "<answer>"
 SPECIALS = [PAD, BOS, EOS, UNK, ANSWER]
@@ -139,16 +145,31 @@ def render(text: str) -> str:
     return f"{BOS} {text} {ANSWER}"
 
 
-def build_tokenizer():
-    """The `PreTrainedTokenizerFast` of this vocabulary.
+SPECIAL_TOKENS = {
+    "bos_token": BOS, "eos_token": EOS, "pad_token": PAD, "unk_token": UNK,
+    "additional_special_tokens": [ANSWER],
+}  # fmt: skip
+
+
+def build_tokenizer() -> PreTrainedTokenizerFast:
+    """The tokenizer of this vocabulary.
 
     Lower-cases, splits at white space and punctuation, maps other words to `<unk>`, and joins
     words with single spaces when decoding. `<bos>` is put first unless special tokens are off.
     """
-    from tokenizers import Tokenizer, models, normalizers, pre_tokenizers, processors
     from transformers import PreTrainedTokenizerFast
 
+    return PreTrainedTokenizerFast(
+        tokenizer_object=_core(), chat_template=CHAT_TEMPLATE, padding_side="left",
+        model_max_length=MAX_POSITIONS, clean_up_tokenization_spaces=False, **SPECIAL_TOKENS,
+    )  # fmt: skip
+
+
+def _core() -> Tokenizer:
+    from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
+
     core = Tokenizer(models.WordLevel(INDEX, unk_token=UNK))
+    core.add_special_tokens([AddedToken(word, special=True, normalized=False) for word in SPECIALS])
     core.normalizer = normalizers.Lowercase()
     core.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Punctuation()]
@@ -156,13 +177,22 @@ def build_tokenizer():
     core.post_processor = processors.TemplateProcessing(
         single=f"{BOS} $A", pair=f"{BOS} $A $B", special_tokens=[(BOS, INDEX[BOS])]
     )
-    return PreTrainedTokenizerFast(
-        tokenizer_object=core, pad_token=PAD, bos_token=BOS, eos_token=EOS, unk_token=UNK,
-        additional_special_tokens=[ANSWER], chat_template=CHAT_TEMPLATE, padding_side="left",
-        model_max_length=MAX_POSITIONS, clean_up_tokenization_spaces=False,
-    )  # fmt: skip
+    return core
 
 
 def save_tokenizer(folder: Path) -> None:
-    """Write tokenizer.json, tokenizer_config.json and special_tokens_map.json to `folder`."""
-    build_tokenizer().save_pretrained(folder)
+    """Write tokenizer.json, tokenizer_config.json and special_tokens_map.json to `folder`.
+
+    Written here and not by `save_pretrained`, whose files differ between releases.
+    """
+    _core().save(str(folder / "tokenizer.json"))
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": MAX_POSITIONS,
+        "padding_side": "left", "clean_up_tokenization_spaces": False, **SPECIAL_TOKENS,
+        "chat_template": CHAT_TEMPLATE,
+    }  # fmt: skip
+    for file, content in (
+        ("tokenizer_config.json", config),
+        ("special_tokens_map.json", SPECIAL_TOKENS),
+    ):
+        (folder / file).write_text(json.dumps(content, indent=2) + "\n")

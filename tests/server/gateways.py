@@ -48,6 +48,11 @@ class Gateway:
                 return child
         raise AssertionError("no worker process")
 
+    def worker_url(self) -> str:
+        """Where SGLang itself listens."""
+        arguments = self.worker().cmdline()
+        return f"http://127.0.0.1:{arguments[arguments.index('--port') + 1]}"
+
     def scheduler(self) -> psutil.Process:
         """SGLang's scheduler, a child of its HTTP server."""
         for child in self.worker().children(recursive=True):

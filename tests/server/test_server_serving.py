@@ -6,6 +6,7 @@ import contextlib
 import json
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from random import Random
 from typing import Any
 
@@ -60,7 +61,7 @@ def check_report(report: dict[str, Any], rate: float) -> None:
 
 def gauge(gateway: Gateway, name: str) -> float:
     """The sum of a metric's samples, ours or the worker's."""
-    text = httpx.get(f"{gateway.url}/metrics").text
+    text = httpx.get(f"{gateway.url}/metrics", timeout=30).text
     return sum(
         sample.value
         for family in text_string_to_metric_families(text)
@@ -108,7 +109,9 @@ def test_chat_stream_reports_in_its_last_chunk(client: openai.OpenAI, usage: boo
 def test_streams_are_not_held_back(gateway: Gateway) -> None:
     body = chat(stream=True, max_tokens=200, ignore_eos=True)
     arrivals = []
-    with httpx.stream("POST", f"{gateway.url}/v1/chat/completions", json=body) as answer:
+    with httpx.stream(
+        "POST", f"{gateway.url}/v1/chat/completions", json=body, timeout=60
+    ) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         for _ in answer.iter_raw():
             arrivals.append(time.monotonic())
@@ -245,25 +248,37 @@ def still_serves(gateway: Gateway) -> None:
 
 
 def leave(url: str, body: dict[str, Any]) -> None:
-    """Begin a long request and close the connection while it is being served."""
+    """Begin a long request and close the connection after three seconds."""
+    begin = time.monotonic()
     with (
         contextlib.suppress(httpx.ReadTimeout),
-        httpx.stream("POST", url, json=body, timeout=2) as answer,
+        httpx.stream("POST", url, json=body, timeout=3) as answer,
     ):
-        next(answer.iter_raw())
+        assert answer.status_code == 200
+        for _ in answer.iter_raw():
+            if time.monotonic() > begin + 3:
+                break
+
+
+def idle(gateway: Gateway) -> bool:
+    """Whether the engine has no request, running or waiting: only then it flushes its cache."""
+    answer = httpx.post(f"{gateway.worker_url()}/flush_cache", timeout=30)
+    assert answer.status_code in (200, 400)
+    return answer.status_code == 200
 
 
 @pytest.mark.parametrize("stream", [True, False])
 def test_a_client_that_leaves_frees_the_engine(gateway: Gateway, stream: bool) -> None:
-    aborted = gauge(gateway, "sglang:num_aborted_requests_total")
-    gone = gauge(gateway, "kvc_requests_total")
-    leave(
-        f"{gateway.url}/v1/chat/completions", chat(stream=stream, max_tokens=3000, ignore_eos=True)
-    )
-    assert eventually(
-        lambda: gauge(gateway, "sglang:num_aborted_requests_total") == aborted + 1, within=10
-    )
-    assert gauge(gateway, "kvc_requests_total") > gone
+    assert eventually(lambda: idle(gateway), within=10)
+    url = f"{gateway.url}/v1/chat/completions"
+    body = chat("hello ?", stream=stream, max_tokens=4000, ignore_eos=True)
+    with ThreadPoolExecutor() as pool:
+        leaving = pool.submit(leave, url, body)
+        assert eventually(lambda: not idle(gateway), within=10)
+        leaving.result()
+    assert eventually(lambda: idle(gateway), within=10)
+    text = httpx.get(f"{gateway.url}/metrics", timeout=30).text
+    assert 'kvc_requests_in_flight{endpoint="/v1/chat/completions"} 0.0' in text
 
 
 def test_metrics_add_up(gateway: Gateway) -> None:
@@ -278,6 +293,6 @@ def test_metrics_add_up(gateway: Gateway) -> None:
     assert gauge(gateway, "kvc_worker_up") == 1
     assert gauge(gateway, "kvc_time_to_first_token_seconds_count") > 0
     assert gauge(gateway, "sglang:prompt_tokens_total") > 0
-    text = httpx.get(f"{gateway.url}/metrics").text
+    text = httpx.get(f"{gateway.url}/metrics", timeout=30).text
     assert "kvc_skipped_total{reason=\"the prompt's N tokens are fewer" in text
     assert 'kvc_requests_in_flight{endpoint="/v1/chat/completions"} 0.0' in text

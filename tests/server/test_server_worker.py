@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import json
 import time
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -47,7 +47,7 @@ def test_a_killed_worker_is_replaced(gateway: Gateway, victim: str) -> None:
     gateway.wait_ready()
     process, family = getattr(gateway, victim)(), gateway.worker().children(recursive=True)
     family.append(gateway.worker())
-    with concurrent.futures.ThreadPoolExecutor() as pool:
+    with ThreadPoolExecutor() as pool:
         streaming, waiting = pool.submit(stream, gateway), pool.submit(wait_for_it, gateway)
         time.sleep(1.5)
         assert not streaming.done()

@@ -1,0 +1,315 @@
+"""Segment table, allocator and radix cache together, over random lives of requests.
+
+SGLang's own requests, pools and tree; only the model is left out: every KV is a number
+that follows from its tokens so far, its layer and its head, so any misplaced one shows.
+"""
+
+from __future__ import annotations
+
+from array import array
+
+import pytest
+import torch
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from kvc_kernels.pages import Rows, head_pages
+from sglang.srt.managers.schedule_batch import Req, ReqKvInfo
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.common import evict_from_tree_cache, release_kv_cache
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.sampling.sampling_params import SamplingParams
+from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+
+from sgl_kvc.cache.plan import reason_to_skip
+from sgl_kvc.cache.radix import CompressingRadixCache, spec_of
+from sgl_kvc.platform.allocator import TorchPagedAllocator
+from sgl_kvc.pool.arena import ArenaKVPool
+from tests import tiny_models
+
+LAYERS, HEADS, GROUP, DIM, PAGE = 2, 3, 2, 4, 4
+TOKENS = 40 * PAGE
+CONTEXT = 120
+KNOBS = [
+    None,
+    {"rate": 1},
+    {"rate": 1.5, "min_tokens": 0},
+    {"rate": 4, "min_tokens": 0},
+    {"rate": 64, "min_tokens": 0, "window": 3, "sinks": 1},
+    {"rate": 4, "min_tokens": 0, "policy": "snapkv"},
+    {"budget": 9, "min_tokens": 0, "policy": "random"},
+    {"rate": 3, "min_tokens": 0, "policy": "streaming-llm"},
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def server_args(tmp_path_factory):
+    model = tiny_models.write(tmp_path_factory.mktemp("model"))
+    set_global_server_args_for_scheduler(ServerArgs(model_path=str(model), device="cpu"))
+
+_PRINTS: dict[int, int] = {}  # prefix -> a number of its own
+
+
+def kv(tokens: list[int]) -> torch.Tensor:
+    """[len(tokens), LAYERS, HEADS, DIM]: a fingerprint of every prefix, layer and head."""
+    prefix, prints = (), []
+    for token in tokens:
+        prefix = hash((prefix, token))
+        prints.append(_PRINTS.setdefault(prefix, len(_PRINTS)))
+    index = torch.arange(LAYERS * HEADS * DIM).view(1, LAYERS, HEADS, DIM)
+    return torch.tensor(prints, dtype=torch.float32).view(-1, 1, 1, 1) + index / 64
+
+
+class Lives(RuleBasedStateMachine):
+    @initialize()
+    def build(self):
+        self.pool = ArenaKVPool(
+            TOKENS,
+            page_size=PAGE,
+            dtype=torch.float32,
+            head_num=HEADS,
+            head_dim=DIM,
+            layer_num=LAYERS,
+            device="cpu",
+            enable_memory_saver=False,
+        )
+        self.requests = ReqToTokenPool(6, CONTEXT, "cpu", False)
+        self.segments = self.pool.bind(self.requests)
+        self.allocator = TorchPagedAllocator(
+            TOKENS, PAGE, torch.float32, "cpu", self.pool, need_sort=False
+        )
+        self.cache = CompressingRadixCache(
+            CacheInitParams(
+                disable=False,
+                req_to_token_pool=self.requests,
+                token_to_kv_pool_allocator=self.allocator,
+                page_size=PAGE,
+            )
+        )
+        self.live: list[Req] = []
+        self.started = 0
+
+    # ------------------------------------------------------------------- what can happen
+
+    @rule(
+        family=st.integers(0, 1),
+        shared=st.integers(1, 60),
+        own=st.integers(0, 12),
+        knob=st.sampled_from(KNOBS),
+        chunk=st.sampled_from([0, 0, 2 * PAGE, 5 * PAGE]),
+        keep=st.booleans(),
+    )
+    def start(self, family, shared, own, knob, chunk, keep):
+        """Prefill a prompt, in chunks or at once; `keep` False aborts it before its end."""
+        if len(self.live) == 6:
+            return
+        self.started += 1
+        tokens = [family * 1000 + i for i in range(shared)]
+        tokens += [2000 + self.started] * own
+        params = SamplingParams(custom_params=knob and {"kv_compression": knob})
+        req = Req(f"r{self.started}", "", array("q", tokens), params)
+        done = 0
+        while done < len(tokens):
+            if not done:
+                req.init_next_round_input(self.cache)
+                self.cache.inc_lock_ref(req.last_node)
+                done = len(req.prefix_indices)
+                spec = spec_of(req)
+                if not spec.off and reason_to_skip(spec, len(tokens), PAGE) is None:
+                    assert done <= max(0, len(tokens) - spec.window)
+            end = min(len(tokens), done // PAGE * PAGE + chunk) if chunk else len(tokens)
+            if not self._prefill(req, done, end):
+                self._release(req, done)
+                return
+            done = end
+            if done < len(tokens):
+                self.cache.cache_unfinished_req(req, chunked=True)
+                if not keep:
+                    self._release(req, done)
+                    return
+        self.cache.cache_unfinished_req(req)
+        self.live.append(req)
+
+    @rule(which=st.integers(0, 5), steps=st.integers(1, 2 * PAGE))
+    def decode(self, which, steps):
+        """Decode some tokens; retract the request when the pool is full."""
+        if which >= len(self.live):
+            return
+        req = self.live[which]
+        for _ in range(steps):
+            seq = req.kv_committed_len
+            if seq + 1 >= CONTEXT:
+                return
+            row = self.requests.req_to_token[req.req_pool_idx]
+            evict_from_tree_cache(self.cache, PAGE)
+            slot = self.allocator.alloc_decode(
+                torch.tensor([seq + 1]), torch.tensor([seq + 1]), row[seq - 1 : seq].long()
+            )
+            if slot is None:
+                self.live.remove(req)
+                release_kv_cache(req, self.cache, is_insert=False)
+                req.reset_for_retract()
+                return
+            row[seq] = slot[0]
+            req.output_ids.append(3000 + seq)
+            self._write(self._tokens(req)[: seq + 1], slot, seq)
+            req.kv_committed_len = req.kv.kv_allocated_len = seq + 1
+
+    @rule(which=st.integers(0, 5), insert=st.booleans())
+    def finish(self, which, insert):
+        if which < len(self.live):
+            release_kv_cache(self.live.pop(which), self.cache, is_insert=insert)
+
+    @rule()
+    def flush(self):
+        if not self.live:
+            self.cache.reset()
+            self.allocator.clear()
+            self.requests.clear()
+
+    # ------------------------------------------------------------------ what always holds
+
+    @invariant()
+    def accounting(self):
+        """Every block is free, in the tree or owned by one request, as SGLang counts."""
+        if not hasattr(self, "cache"):
+            return
+        self.segments.check_integrity(PAGE)
+        uncached = sum(
+            -(-req.kv.kv_allocated_len // PAGE) * PAGE - req.cache_protected_len
+            for req in self.live
+        )
+        counted = (
+            self.allocator.available_size()
+            + self.cache.evictable_size()
+            + self.cache.protected_size()
+            + uncached
+        )
+        assert counted == TOKENS
+        free = self.allocator.free_pages.tolist()
+        tree = self.cache.all_values_flatten()[::PAGE] if self.cache.total_size() else []
+        in_tree = [int(slot) // PAGE for slot in tree]
+        owned = []
+        for req in self.live:
+            row = self.requests.req_to_token[req.req_pool_idx]
+            own = row[req.cache_protected_len : req.kv.kv_allocated_len : PAGE]
+            owned += (own // PAGE).tolist()
+        assert len(set(free + in_tree + owned)) == len(free + in_tree + owned) == TOKENS // PAGE
+
+    @invariant()
+    def contents(self):
+        """Every request reads its own KVs: all of them, or the kept ones and the tail."""
+        for req in getattr(self, "live", []):
+            tokens = self._tokens(req)[: req.kv_committed_len]
+            expected = kv(tokens)
+            state = self.segments
+            index = torch.tensor([req.req_pool_idx])
+            rows = Rows(
+                self.requests.req_to_token,
+                index,
+                torch.tensor([len(tokens)]),
+                state.segment_begin[index],
+                state.tail_begin[index],
+                state.page_start[index],
+            )
+            tail_begin = int(state.tail_begin[index])
+            report = req.kvc_report
+            kept = []
+            for layer in range(LAYERS):
+                pages = head_pages(rows, layer, LAYERS, HEADS, PAGE)
+                for head in range(HEADS):
+                    mine = (pages.owner == head).nonzero().flatten().tolist()
+                    got = [self.pool.flat_k[pages.page[i], : pages.length[i]] for i in mine]
+                    values = [self.pool.flat_v[pages.page[i], : pages.length[i]] for i in mine]
+                    got = torch.cat(got)
+                    assert torch.equal(got, -torch.cat(values))
+                    all_keys = expected[:, layer, head]
+                    positions = [
+                        int((all_keys == key).all(-1).nonzero()[0]) for key in got
+                    ]
+                    assert positions == sorted(set(positions))
+                    assert set(range(tail_begin, len(tokens))) <= set(positions)
+                    if tail_begin and len(positions) - (len(tokens) - tail_begin) > PAGE:
+                        assert set(range(tail_begin - PAGE, tail_begin)) <= set(positions) or (
+                            req.kvc_spec.sinks > 0
+                        )
+                        assert set(range(min(req.kvc_spec.sinks, PAGE))) <= set(positions)
+                    kept.append(len(positions))
+            if tail_begin:
+                decoded = len(tokens) - report["prompt_tokens"]
+                assert report["kept_per_head"]["min"] == min(kept) - decoded
+                assert report["kept_per_head"]["max"] == max(kept) - decoded
+                segment = (tail_begin - req.cache_protected_len) // PAGE
+                assert segment == req.kvc_spec.segment_blocks(report["prompt_tokens"], PAGE)
+                assert sum(kept) == LAYERS * HEADS * (segment * PAGE + len(tokens) - tail_begin)
+            else:
+                assert set(kept) == {len(tokens)}
+
+    def teardown(self):
+        if not hasattr(self, "cache"):
+            return
+        while self.live:
+            release_kv_cache(self.live.pop(), self.cache)
+        assert self.allocator.available_size() + self.cache.evictable_size() == TOKENS
+        assert self.cache.protected_size() == 0
+        assert len(self.requests.free_slots) == 6
+        assert not self.cache.plans
+
+    # --------------------------------------------------------------------------- helpers
+
+    def _tokens(self, req) -> list[int]:
+        return [*req.origin_input_ids, *req.output_ids]
+
+    def _prefill(self, req, begin: int, end: int) -> bool:
+        """Allocate and write positions [begin, end); False when the pool is too full."""
+        if self.requests.alloc([req]) is None:
+            return False
+        if req.kv is None:
+            req.kv = ReqKvInfo(kv_allocated_len=begin, swa_evicted_seqlen=0)
+        evict_from_tree_cache(self.cache, end - begin + PAGE)
+        last = req.prefix_indices[-1:] if begin else torch.tensor([-1])
+        lens = torch.tensor([begin]), torch.tensor([end])
+        slots = self.allocator.alloc_extend(
+            lens[0], lens[0], lens[1], lens[1], last.long(), end - begin
+        )
+        if slots is None:
+            return False
+        row = self.requests.req_to_token[req.req_pool_idx]
+        row[:begin] = req.prefix_indices.to(row.dtype)
+        row[begin:end] = slots.to(row.dtype)
+        req.set_extend_range(begin, end)
+        req.kv_committed_len = req.kv.kv_allocated_len = end
+        self.cache.plan_request(req)
+        self._write(self._tokens(req)[:end], slots, begin)
+        plan = self.cache.plans.get(req.req_pool_idx)
+        if plan is not None:
+            for layer in range(LAYERS):
+                queries = torch.randn(end - begin, HEADS * GROUP, DIM)
+                if end < plan.prompt_tokens:
+                    plan.keep_queries(layer, queries)
+                else:
+                    keys, values = self.pool.read(layer, row[:end].long())
+                    plan.observe(layer, queries, keys / 8191, values, 1.0)
+        return True
+
+    def _write(self, tokens: list[int], slots: torch.Tensor, begin: int) -> None:
+        content = kv(tokens)[begin:]
+        for layer in range(LAYERS):
+            self.pool._store_kv_layer(layer, slots, content[:, layer], -content[:, layer])
+
+    def _release(self, req, done: int) -> None:
+        """Give up a request in the middle of its prefill."""
+        if req.req_pool_idx is None:
+            self.cache.dec_lock_ref(req.last_node)
+        else:
+            if req.kv.kv_allocated_len == 0:
+                req.kv.kv_allocated_len = done
+            req.kv_committed_len = req.kv.kv_allocated_len
+            self.requests.req_to_token[req.req_pool_idx, :done] = req.prefix_indices[:done].to(
+                torch.int32
+            )
+            release_kv_cache(req, self.cache, is_insert=False)
+
+
+Lives.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestLives = Lives.TestCase
