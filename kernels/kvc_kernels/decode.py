@@ -31,7 +31,7 @@ def decode(
     owners = len(pages.count)
     grouped = query.reshape(owners, -1, query.shape[-1]).float()
     group = grouped.shape[1]
-    logits = torch.bmm(grouped[pages.owner], arena_k[pages.page].float().mT) * scale
+    logits = torch.bmm(grouped[pages.owner], arena_k.index_select(0, pages.page).float().mT) * scale
     absent = torch.arange(arena_k.shape[1], device=query.device) >= pages.length[:, None]
     logits.masked_fill_(absent[:, None], float("-inf"))
 
@@ -41,7 +41,7 @@ def decode(
     weights = logits.sub_(largest[pages.owner][..., None]).exp_()
     total = logits.new_zeros(owners, group).index_add_(0, pages.owner, weights.sum(-1))
     out = logits.new_zeros(owners, group, arena_v.shape[-1])
-    out.index_add_(0, pages.owner, torch.bmm(weights, arena_v[pages.page].float()))
+    out.index_add_(0, pages.owner, torch.bmm(weights, arena_v.index_select(0, pages.page).float()))
     out /= total.clamp(min=torch.finfo(torch.float32).tiny)[..., None]
     return out.view(query.shape[0], -1, arena_v.shape[-1]), (largest + total.log()).view(
         query.shape[0], -1

@@ -130,7 +130,9 @@ def save(model: Model, folder: Path, dtype: torch.dtype = torch.float32) -> None
         for part, module in _PARTS.items():
             name = name.replace(f".{part}_proj.", f".{module}.{part}_proj.")
         tensors[f"model.{name}"] = value.detach().to(dtype).contiguous()
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    weights = folder / "model.safetensors"
+    save_file(tensors, weights, metadata={"format": "pt"})
+    weights.chmod(0o644)  # safetensors keeps other users out
     name = str(dtype).removeprefix("torch.")
     eos = {"bos_token_id": INDEX[BOS], "eos_token_id": INDEX[EOS], "pad_token_id": INDEX[PAD]}
     for file, content in (

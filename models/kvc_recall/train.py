@@ -24,7 +24,7 @@ import torch.multiprocessing
 import torch.nn.functional as F
 from torch import Tensor
 
-from .mixture import batch
+from .mixture import LAST_LENGTH, batch
 from .model import Model, Shape, save
 
 logger = logging.getLogger("kvc_recall.train")
@@ -34,11 +34,11 @@ logger = logging.getLogger("kvc_recall.train")
 class Plan:
     """The schedule. Lengths in tokens, everything else in steps unless named otherwise."""
 
-    steps: int = 1400
+    steps: int = 1120
     warm_up: int = 100
     decay_from: int = 800
-    long_from: int = 1320
-    long_share: float = 0.35
+    long_from: int = 1050
+    long_share: float = 0.5
     rate: float = 4e-3
     final_rate: float = 0.03
     weight_decay: float = 0.1
@@ -50,6 +50,7 @@ class Plan:
     long_stage: tuple[int, int] = (2048, 4)
     others: int = 512  # tokens outside answers that count in the loss
     others_weight: float = 0.2
+    rows_weight: float = 0.5  # of the mean over rows, in long rows: else one-word answers drown
 
 
 def learning_rate(plan: Plan, step: int) -> float:
@@ -90,9 +91,18 @@ def step_loss(
     losses = F.cross_entropy(logits, targets[chosen], reduction="none")
     answer_loss = losses[: len(answers)].mean()
     loss = answer_loss + plan.others_weight * losses[len(answers) :].mean()
+    if ids.shape[1] > LAST_LENGTH:
+        loss = loss + plan.rows_weight * (losses[: len(answers)] * _row_shares(wanted)).sum()
     right = torch.ones_like(marks)
     right[answers] = logits[: len(answers)].argmax(-1) == targets[answers]
     return loss, answer_loss.detach(), right.view(ids.shape[0], -1)
+
+
+def _row_shares(wanted: Tensor) -> Tensor:
+    """The weight of each answer token in a mean over rows of the mean over a row's tokens."""
+    marks = wanted[:, 1:]
+    shares = marks / marks.sum(1, keepdim=True).clamp(min=1) / len(marks)
+    return shares[marks]
 
 
 class Trainer:
@@ -226,8 +236,8 @@ def run(rank: int, args: argparse.Namespace) -> None:
 
     parameters = sum(p.numel() for p in trainer.model.parameters())
     record(
-        seed=args.seed, workers=args.workers, shape=asdict(shape), plan=asdict(plan),
-        parameters=parameters,
+        seed=args.seed, from_step=trainer.step, workers=args.workers, shape=asdict(shape),
+        plan=asdict(plan), parameters=parameters,
     )  # fmt: skip
     while trainer.step < plan.steps:
         loss, answer_loss = trainer.one_step()

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ast
 import json
 import re
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
 import httpx
@@ -18,6 +19,10 @@ RETRY_AFTER_S = 5
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _KNOB_FIELD = re.compile(rf"(?:[\w.]+\.)?{CUSTOM_PARAM}(?:\.\w+)?(?=: )")
+_VALIDATION = re.compile(  # SGLang's text for a body that FastAPI refused
+    r"\d+ validation errors?:\n +\{.*?'loc': [(\[](?P<loc>[^)\]]*)[)\]], "
+    r"'msg': (?P<msg>'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\")"
+)
 _MESSAGE_LIMIT = 4000
 
 
@@ -99,9 +104,10 @@ def from_worker_json(status: int, content: Any) -> ApiError:
     message, param, code = error.get("message"), error.get("param"), error.get("code")
     detail = error.get("detail")
     if message is None and isinstance(detail, list) and detail and isinstance(detail[0], dict):
-        path = [str(part) for part in detail[0].get("loc", ()) if part != "body"]
-        param = ".".join(path) or None
-        message = f"{param or 'body'}: {detail[0].get('msg', 'is not valid')}"
+        param, message = _invalid(detail[0].get("loc", ()), detail[0].get("msg"))
+    elif isinstance(message, str) and (found := _VALIDATION.match(message)):
+        path = [part.strip(" '\"") for part in found["loc"].split(",")]
+        param, message = _invalid(path, ast.literal_eval(found["msg"]))
     message = str(message or detail or json.dumps(error))[:_MESSAGE_LIMIT]
     if not isinstance(param, str) and (field := _KNOB_FIELD.match(message)):
         param = field[0]
@@ -111,6 +117,12 @@ def from_worker_json(status: int, content: Any) -> ApiError:
         param=param if isinstance(param, str) else None,
         code=code if isinstance(code, str) and not code.isdigit() else None,
     )
+
+
+def _invalid(path: Iterable[Any], problem: Any) -> tuple[str | None, str]:
+    """Field and message of one validation error; `path` begins with where the field stands."""
+    field = ".".join(str(part) for part in list(path)[1:] if part != "")
+    return field or None, f"{field or 'body'}: {problem or 'is not valid'}"
 
 
 async def _api_error(_: Request, error: Exception) -> Response:

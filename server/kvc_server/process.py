@@ -13,8 +13,12 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 
+import psutil
+
 _PR_SET_PDEATHSIG = 1
 _KEPT_LINES = 400
+_ENGINE_PREFIX = "sglang::"  # SGLang names its schedulers and detokenizers so
+_LOOK_INTERVAL_S = 0.25
 
 
 def free_port() -> int:
@@ -60,9 +64,27 @@ class WorkerProcess:
         """True until the HTTP server's process has ended."""
         return self._process.returncode is None
 
-    async def wait(self) -> int:
-        """Wait for the HTTP server's process; its exit code, negative for a signal."""
-        return await self._process.wait()
+    async def wait(self) -> str:
+        """Wait for the HTTP server's process to end; how it ended."""
+        return _exit(await self._process.wait())
+
+    async def wait_broken(self) -> str:
+        """Wait until a process that serving needs has ended; which one, and how it is known.
+
+        SGLang notices a dead scheduler by itself, but on a busy machine too late for the
+        requests that wait for it. Call this when the worker is ready: all its processes run.
+        """
+        engine = self._engine_processes()
+        server = asyncio.create_task(self.wait())
+        try:
+            while not server.done():
+                for name, process in engine.items():
+                    if not _alive(process):
+                        return f"{name} is gone"
+                await asyncio.wait({server}, timeout=_LOOK_INTERVAL_S)
+            return server.result()
+        finally:
+            server.cancel()
 
     async def kill(self) -> None:
         """End every process of the group at once and collect what they left. Idempotent."""
@@ -75,6 +97,16 @@ class WorkerProcess:
     def last_lines(self, count: int = 12) -> list[str]:
         """The end of the log."""
         return list(self._lines)[-count:]
+
+    def _engine_processes(self) -> dict[str, psutil.Process]:
+        """SGLang's own processes below the HTTP server, by name and pid."""
+        found = {}
+        with contextlib.suppress(psutil.Error):
+            for process in psutil.Process(self._process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    if process.name().startswith(_ENGINE_PREFIX):
+                        found[f"{process.name()} (pid {process.pid})"] = process
+        return found
 
     async def _pass_log_on(self) -> None:
         assert self._process.stdout is not None
@@ -92,6 +124,21 @@ class WorkerProcess:
                 self._lines.append(text)
                 sys.stderr.write(f"worker | {text}\n")
         sys.stderr.flush()
+
+
+def _alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.Error:
+        return False
+
+
+def _exit(code: int) -> str:
+    if code >= 0:
+        return f"exit code {code}"
+    with contextlib.suppress(ValueError):
+        return signal.Signals(-code).name
+    return f"signal {-code}"
 
 
 def _die_with_parent() -> Callable[[], None] | None:

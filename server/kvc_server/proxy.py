@@ -101,6 +101,7 @@ class Forward(Response):
             while chunk:
                 await send({"type": "http.response.body", "body": chunk, "more_body": True})
                 scanner.feed(chunk)
+                await asyncio.sleep(0)  # let others run, and a disconnect be noticed
                 chunk = await anext(chunks, b"")
         except httpx.HTTPError as lost:
             self._metrics.broken_streams.labels(self._endpoint).inc()

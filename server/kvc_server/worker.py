@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import signal
 import sys
 import time
 from typing import Protocol
@@ -160,38 +159,41 @@ class LocalWorker:
         port = free_port()
         url = f"http://127.0.0.1:{port}"
         self._process = process = await WorkerProcess.start(self.command(port))
-        ended = asyncio.create_task(process.wait())
         try:
-            while not ended.done() and not await answers_health(self._client, url):
-                await asyncio.wait({ended}, timeout=PROBE_INTERVAL_S)
-            served_from = time.monotonic()
-            if not ended.done():
+            end = await self._until_healthy(process, url)
+            if end is not None:
+                if not self._first_ready.done():
+                    raise WorkerFailed(_why_failed(end, process.last_lines()))
+                served = 0.0
+            else:
                 log.info("the worker is ready")
+                begin = time.monotonic()
                 self._serving_url = url
                 if not self._first_ready.done():
                     self._first_ready.set_result(None)
-            code = await ended
-            served = time.monotonic() - served_from
+                end = await process.wait_broken()
+                served = time.monotonic() - begin
         finally:
             self._serving_url = None
-            ended.cancel()
             await process.kill()
-        if not self._first_ready.done():
-            raise WorkerFailed(_why_failed(code, process.last_lines()))
-        log.error("the worker ended (%s)", _exit(code))
+        log.error("the worker ended (%s)", end)
         return served
 
+    async def _until_healthy(self, process: WorkerProcess, url: str) -> str | None:
+        """Wait for the first good health check: None, or how the process ended before it."""
+        ended = asyncio.create_task(process.wait())
+        try:
+            while not ended.done():
+                if await answers_health(self._client, url):
+                    return None
+                await asyncio.wait({ended}, timeout=PROBE_INTERVAL_S)
+            return ended.result()
+        finally:
+            ended.cancel()
 
-def _exit(code: int) -> str:
-    if code >= 0:
-        return f"exit code {code}"
-    with contextlib.suppress(ValueError):
-        return signal.Signals(-code).name
-    return f"signal {-code}"
 
-
-def _why_failed(code: int, lines: list[str]) -> str:
+def _why_failed(end: str, lines: list[str]) -> str:
     """The end of the log, then one sentence that stands alone."""
     log_end = "".join(f"    {line}\n" for line in lines)
     last = lines[-1].strip() if lines else "it logged nothing"
-    return f"{log_end}the SGLang worker ended ({_exit(code)}) before it was ready: {last}"
+    return f"{log_end}the SGLang worker ended ({end}) before it was ready: {last}"

@@ -7,6 +7,7 @@ batch at once; an uncompressed request is one whose segment is empty.
 
 from __future__ import annotations
 
+import itertools
 from typing import TYPE_CHECKING
 
 import torch
@@ -133,10 +134,11 @@ class KvcAttentionBackend(AttentionBackend):
         begin, end = self.segments.begin(row), int(self.segments.tail_begin[row])
         blocks = self.req_to_token[row, begin:end:page_size].long() // page_size
         per_block = layers * heads
-        run = (blocks[:, None] * per_block + torch.arange(per_block, device=blocks.device)).flatten()
+        in_block = torch.arange(per_block, device=blocks.device)
+        run = (blocks[:, None] * per_block + in_block).flatten()
         first = local * heads
         bounds = self.segments.page_start[row, first : first + heads + 1].tolist()
-        pages = [run[a:b] for a, b in zip(bounds, bounds[1:], strict=False)]
+        pages = [run[a:b] for a, b in itertools.pairwise(bounds)]
         tail = self.req_to_token[row, end:seq_len].long()
         tail_keys, tail_values = self.pool.read(layer.layer_id, tail)
         return extend_compressed(

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from bench.serving import Server, sglang
 from tests import tiny_models
-from tests.serving import Server, sglang
 
 
 @pytest.fixture(scope="session")

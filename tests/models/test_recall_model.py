@@ -183,11 +183,13 @@ def test_facts_that_do_not_fit_are_refused():
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("length", [64, 128, 1024])
-def test_training_rows_are_full_and_mark_the_answers(kind, length):
+def test_training_rows_mark_the_answers_and_nothing_else(kind, length):
     for seed in range(10):
         prompt = draw_prompt(kind, length, Random(seed))
         ids, wanted = pack(prompt, length)
-        assert vocabulary.INDEX[vocabulary.PAD] not in ids
+        used = ids != vocabulary.INDEX[vocabulary.PAD]
+        assert used.sum() > 0.8 * length
+        assert not used[used.sum() :].any()
         said = " ".join(vocabulary.WORDS[i] for i in ids[wanted])
         turns = [prompt.answer, *(turn.answer for turn in prompt.later)]
         assert said == " ".join(f"{answer} {vocabulary.EOS}" for answer in turns)

@@ -127,6 +127,9 @@ def test_the_openai_client_understands_the_errors(lonely: Gateway) -> None:
          "kv_compression.rate: too high", "kv_compression.rate", None),
         (b'{"detail": [{"loc": ["body", "n"], "msg": "must be a number"}]}',
          "n: must be a number", "n", None),
+        (b'{"message": "2 validation errors:\\n  {\'type\': \'x\', \'loc\': (\'body\', \'n\', 0), '
+         b'\'msg\': \'It\\\\\'s odd\', \'input\': 8}\\n  File \\"/secret\\""}',
+         "n.0: It's odd", "n.0", None),
         (b'{"detail": "Not Found"}', "Not Found", None, None),
         (b"<h1>Bad gateway</h1>", "<h1>Bad gateway</h1>", None, None),
         (b"", "the worker answered 400", None, None),

@@ -1,4 +1,4 @@
-"""Real SGLang servers for the tests: start one, ask it, stop it."""
+"""Real SGLang servers for benchmarks and tests: start one, ask it, stop it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import os
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -16,8 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+from kvc_server.process import _die_with_parent as die_with_parent
+from kvc_server.process import free_port
 
 START_TIMEOUT_S = 180
+#: SGLang's own checks of its memory accounting, after every batch.
+STRICT = ("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY", "SGLANG_CHECK_KV_PAGE_INVARIANTS")
 
 
 @dataclasses.dataclass
@@ -52,12 +55,6 @@ def generate_body(prompt: Any, knob: dict | None = None, **sampling: Any) -> dic
     return {"text" if isinstance(single, str) else "input_ids": prompt, "sampling_params": params}
 
 
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
 def popen(model: Path | str, port: int, log: Path, *args: str, **env: str) -> subprocess.Popen:
     """Launch SGLang on `port`, logging to `log`; does not wait."""
     command = [
@@ -66,7 +63,12 @@ def popen(model: Path | str, port: int, log: Path, *args: str, **env: str) -> su
     ]  # fmt: skip
     with log.open("w") as out:
         return subprocess.Popen(
-            command, stdout=out, stderr=out, env=os.environ | env, start_new_session=True
+            command,
+            stdout=out,
+            stderr=out,
+            env=os.environ | env,
+            start_new_session=True,
+            preexec_fn=die_with_parent(),
         )
 
 
@@ -75,11 +77,8 @@ def sglang(model: Path | str, *args: str, backend: str = "kvc", **env: str) -> I
     """An SGLang server with SGLang's own memory checks on, killed on exit."""
     port = free_port()
     log = Path(tempfile.mkstemp(prefix="sglang-", suffix=".log")[1])
-    strict = {
-        "SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY": "1",
-        "SGLANG_CHECK_KV_PAGE_INVARIANTS": "1",
-    }
-    process = popen(model, port, log, "--attention-backend", backend, *args, **(strict | env))
+    env = dict.fromkeys(STRICT, "1") | env
+    process = popen(model, port, log, "--attention-backend", backend, *args, **env)
     server = Server(process, f"http://127.0.0.1:{port}", log)
     try:
         wait_until_ready(server)
@@ -88,13 +87,14 @@ def sglang(model: Path | str, *args: str, backend: str = "kvc", **env: str) -> I
         kill(process)
 
 
-def wait_until_ready(server: Server) -> None:
+def wait_until_ready(server: Server, path: str = "/health") -> None:
+    """Wait until `path` says 200. Raises RuntimeError with the log's end when it cannot."""
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         if server.process.poll() is not None:
             raise RuntimeError(f"SGLang stopped while starting:\n{server.log.read_text()[-4000:]}")
         with contextlib.suppress(httpx.TransportError):
-            if httpx.get(f"{server.url}/health", timeout=5).status_code == 200:
+            if httpx.get(f"{server.url}{path}", timeout=5).status_code == 200:
                 return
         time.sleep(0.3)
     raise TimeoutError(f"SGLang is not ready:\n{server.log.read_text()[-4000:]}")
@@ -121,3 +121,22 @@ def assert_no_leak(server: Server) -> None:
     log = server.log.read_text()
     assert "leak detected" not in log.lower(), log[-3000:]
     assert server.process.poll() is None, log[-3000:]
+
+
+@contextlib.contextmanager
+def gateway(*worker_args: str) -> Iterator[str]:
+    """`sgl-kvc serve` on the embedded model, ready; the URL. `worker_args` go to SGLang."""
+    port = free_port()
+    url = f"http://127.0.0.1:{port}"
+    command = [sys.executable, "-m", "kvc_server.cli", "serve", "--port", str(port), "--"]
+    log = Path(tempfile.mkstemp(prefix="gateway-", suffix=".log")[1])
+    with log.open("w") as out:
+        process = subprocess.Popen(
+            [*command, *worker_args], stdout=out, stderr=out, preexec_fn=die_with_parent()
+        )
+    try:
+        wait_until_ready(Server(process, url, log), "/readiness")
+        yield url
+    finally:
+        process.terminate()
+        process.wait()

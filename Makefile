@@ -1,0 +1,43 @@
+# Every target sets up what it needs in .venv; the first run takes some minutes.
+PYTHON ?= python3
+PORT ?= 8000
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: install serve demo test lint bench quality recall lock clean
+
+install: $(READY)  ## set-up only
+
+$(READY): requirements.lock pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
+	touch $(READY)
+
+serve: install  ## gateway and SGLang on the embedded model, port 8000
+	$(BIN)/sgl-kvc serve --port $(PORT)
+
+demo: install  ## one question at rates 1 to 32, in a table
+	$(BIN)/sgl-kvc demo
+
+test: install  ## everything
+	$(BIN)/python -m pytest
+
+lint: install
+	$(BIN)/ruff check .
+
+bench: install  ## running batch and throughput at a fixed pool, off and on
+	$(BIN)/python -m bench.throughput --plain --out bench/results/throughput.json
+
+quality: install  ## accuracy by policy and rate: docs/quality.md
+	$(BIN)/python -m bench.quality --out bench/results/quality.json --table docs/quality.md
+
+recall: install  ## train the embedded model again, into build/recall
+	$(BIN)/python -m kvc_recall.train --out build/recall
+
+lock: install  ## write the versions in .venv to requirements.lock
+	{ head -2 requirements.lock; $(BIN)/python -m pip freeze --exclude sgl-kvc; } > .lock
+	mv .lock requirements.lock
+
+clean:
+	rm -rf .venv build

@@ -1,0 +1,1 @@
+"""Throughput and quality harnesses, and their recorded results."""

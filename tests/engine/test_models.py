@@ -1,0 +1,113 @@
+"""Architectures, head layouts, cache types and block sizes; and what is refused."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from kvc_server.process import free_port
+
+from bench.serving import START_TIMEOUT_S, assert_no_leak, kill, popen, sglang
+from tests import tiny_models
+from tests.engine.conftest import prompt
+
+
+@pytest.mark.parametrize(
+    ("model", "args"),
+    [
+        ({"architecture": "qwen2", "kv_heads": 8}, ("--dtype", "bfloat16", "--page-size", "8")),
+        ({"architecture": "qwen3", "kv_heads": 1}, ("--dtype", "float16", "--page-size", "32")),
+    ],
+    ids=["qwen2 MHA bf16 page 8", "qwen3 MQA fp16 page 32"],
+)
+def test_served_and_compressed(tmp_path, model, args):
+    page = int(args[-1])
+    folder = tiny_models.write(tmp_path, **model)
+    mixed = ("--enable-mixed-chunk", "--chunked-prefill-size", "256")
+    with sglang(folder, *args, *mixed, "--max-total-tokens", "8192") as server:
+        batch = [prompt(n, seed=n) for n in (700, 300, 650, 40)]
+        for knob in ({"rate": 1}, {"rate": 8}):
+            answers = server.generate(batch, knob, max_new_tokens=24, ignore_eos=True)
+            assert [len(a["output_ids"]) for a in answers] == [24] * 4
+            report = answers[0]["kv_compression"]
+        whole, rest = divmod(700, page)
+        segment = -(-whole // 8)
+        assert report["blocks"]["after"] == segment + (1 if rest else 0)
+        assert_no_leak(server)
+
+
+def _edit(folder: Path, **changes) -> Path:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    return folder
+
+
+MLA = {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "kv_lora_rank": 32,
+    "q_lora_rank": None,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "n_routed_experts": None,
+    "first_k_dense_replace": 4,
+    "moe_layer_freq": 1,
+}
+SLIDING = {
+    "architectures": ["MistralForCausalLM"],
+    "model_type": "mistral",
+    "sliding_window": 64,
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "args", "sentence"),
+    [
+        (SLIDING, (), "sliding-window attention is not supported"),
+        ({}, ("--kv-cache-dtype", "fp8_e4m3"), "--kv-cache-dtype"),
+        ({}, ("--page-size", "4"), "--page-size below 8"),
+    ],
+    ids=["sliding window", "fp8 cache", "page size"],
+)
+def test_refused_in_one_sentence(tmp_path, changes, args, sentence):
+    """A server that would serve wrongly stops, and its log says why."""
+    folder = _edit(tiny_models.write(tmp_path / "model"), **changes)
+    log = tmp_path / "log"
+    process = popen(folder, free_port(), log, "--attention-backend", "kvc", *args)
+    try:
+        assert process.wait(START_TIMEOUT_S) != 0
+    finally:
+        kill(process)
+    assert f"sgl-kvc cannot serve this: {sentence}" in log.read_text() or any(
+        "sgl-kvc cannot serve this" in line and sentence in line
+        for line in log.read_text().splitlines()
+    ), log.read_text()[-3000:]
+
+
+def test_another_sglang_is_refused_by_name():
+    """As if 0.5.23 were installed: its metadata says so, nothing else is changed."""
+    script = (
+        "import importlib.metadata as m; real = m.version;"
+        "m.version = lambda name: '0.5.23' if name == 'sglang' else real(name);"
+        "from sgl_kvc.plugin import register; register()"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "SGLang 0.5.23 is installed; sgl-kvc supports 0.5.17" in done.stderr
+
+
+def test_a_missing_seam_is_refused_by_name():
+    """A rename upstream stops the process, with the name that is gone."""
+    script = (
+        "from sglang.srt.managers.schedule_batch import ScheduleBatch as B;"
+        "del B.prepare_for_extend;"
+        "from sgl_kvc.plugin import register; register()"
+    )
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    assert done.returncode != 0
+    assert "SGLang has no sglang.srt.managers.schedule_batch" in done.stderr
+    assert "prepare_for_extend" in done.stderr

@@ -1,0 +1,75 @@
+"""500 mixed requests on a pool that is too small for them, a fifth aborted in mid-stream."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+
+import httpx
+import pytest
+
+from bench.serving import assert_no_leak, generate_body, sglang
+from tests.engine.conftest import prompt
+
+REQUESTS, AT_A_TIME = 500, 32
+POOL = 4096
+
+
+@pytest.fixture(scope="module")
+def small_server(tiny_llama):
+    with sglang(tiny_llama, "--max-total-tokens", str(POOL)) as running:
+        yield running
+
+
+async def _one(client: httpx.AsyncClient, number: int, gate: asyncio.Semaphore) -> str:
+    """Run one request; "complete", "aborted by us" or "reported"."""
+    rng = random.Random(number)
+    knob = rng.choice([None, {"rate": 1}, {"rate": 2}, {"rate": 4}, {"rate": 8}, {"rate": 32}])
+    tokens = rng.choice([rng.randint(20, 200), rng.randint(200, 2000)])
+    length = rng.randint(1, 120)
+    abort_after = rng.randint(1, length) if number % 5 == 0 else None
+    body = generate_body(
+        prompt(tokens, seed=number % 97, shared=tokens // 3),
+        knob,
+        max_new_tokens=length,
+        ignore_eos=True,
+    ) | {"stream": True}
+    async with gate, client.stream("POST", "/generate", json=body) as response:
+        assert response.status_code == 200, await response.aread()
+        chunks = 0
+        last: dict = {}
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                last = json.loads(line.removeprefix("data: "))
+                chunks += 1
+                if "error" in last:
+                    return "reported"
+            if abort_after is not None and chunks >= abort_after:
+                return "aborted by us"
+    reason = last["meta_info"]["finish_reason"]
+    if reason["type"] == "abort":
+        return "reported"
+    assert len(last["output_ids"]) == length
+    report = last["kv_compression"]
+    if knob and knob["rate"] > 1 and report["skipped"] is None:
+        assert report["blocks"]["after"] < report["blocks"]["before"]
+    return "complete"
+
+
+async def _all(url: str) -> list[str]:
+    gate = asyncio.Semaphore(AT_A_TIME)
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
+        return await asyncio.gather(*(_one(client, i, gate) for i in range(REQUESTS)))
+
+
+def test_nothing_leaks_and_nobody_is_forgotten(small_server):
+    outcomes = asyncio.run(_all(small_server.url))
+    assert len(outcomes) == REQUESTS
+    assert outcomes.count("aborted by us") >= REQUESTS // 10
+    assert outcomes.count("complete") >= REQUESTS * 3 // 4
+    log = small_server.log.read_text()
+    assert re.search(r"[Rr]etract", log), "the pool was too large to force a retraction"
+    assert_no_leak(small_server)
