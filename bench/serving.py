@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from kvc_server.process import _die_with_parent as die_with_parent
-from kvc_server.process import free_port
+from kvc_server.process import die_with_parent, free_port
 
 START_TIMEOUT_S = 180
 #: SGLang's own checks of its memory accounting, after every batch.

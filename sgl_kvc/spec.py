@@ -140,7 +140,7 @@ def parse(knob: Any, *, max_rate: float = MAX_RATE) -> CompressionSpec:
         raise SpecError("", 'must be an object such as {"rate": 8}, or null')
     for key in knob:
         if key not in FIELDS:
-            raise SpecError(str(key), f"unknown field; known are {', '.join(FIELDS)}")
+            raise SpecError(_short(key).strip("'"), f"unknown field; known are {', '.join(FIELDS)}")
     given = {key: value for key, value in knob.items() if value is not None}
     if "rate" in given and "budget" in given:
         raise SpecError("budget", "give either rate or budget, not both")
@@ -159,12 +159,12 @@ def parse(knob: Any, *, max_rate: float = MAX_RATE) -> CompressionSpec:
 
 def parse_rate(value: Any, *, max_rate: float = MAX_RATE) -> float:
     """A rate in [1, max_rate]; raises SpecError otherwise. JSON numbers only."""
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
-        raise SpecError("rate", f"must be a finite number, KVs before / KVs after (got {value!r})")
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
+        raise SpecError("rate", f"must be a number, KVs before / KVs after (got {_short(value)})")
     if value < 1:
-        raise SpecError("rate", f"must be at least 1, which means off (got {value!r})")
+        raise SpecError("rate", f"must be at least 1, which means off (got {_short(value)})")
     if value > max_rate:
-        raise SpecError("rate", f"must be at most {max_rate:g} on this server (got {value!r})")
+        raise SpecError("rate", f"must be at most {max_rate:g} on this server (got {_short(value)})")
     return float(value)
 
 
@@ -202,11 +202,19 @@ def _policy(given: Mapping[str, Any]) -> dict[str, Any]:
 
 def _one_of(field: str, value: Any, known: list[str]) -> None:
     if value not in known:
-        raise SpecError(field, f"unknown {field} {value!r}; known are {', '.join(known)}")
+        raise SpecError(field, f"unknown {field} {_short(value)}; known are {', '.join(known)}")
 
 
 def _integer(field: str, value: Any, least: int, most: int) -> int:
     whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
     if isinstance(value, bool) or not whole or not least <= value <= most:
-        raise SpecError(field, f"must be a whole number from {least} to {most} (got {value!r})")
+        raise SpecError(field, f"must be a whole number from {least} to {most} (got {_short(value)})")
     return int(value)
+
+
+def _short(value: Any) -> str:
+    """The value as the client gave it, cut to what fits a message."""
+    if isinstance(value, int) and abs(value) >= 10**20:
+        return "a number of more than 20 digits"
+    shown = repr(value)
+    return shown if len(shown) <= 60 else f"{shown[:57]}..."

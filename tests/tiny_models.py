@@ -39,7 +39,7 @@ def write(
     torch.manual_seed(0)
     config = config_class(
         vocab_size=VOCABULARY,
-        hidden_size=query_heads * head_dim // 2,
+        hidden_size=query_heads * head_dim,
         intermediate_size=256,
         num_hidden_layers=layers,
         num_attention_heads=query_heads,

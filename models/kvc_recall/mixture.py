@@ -49,12 +49,12 @@ FIRST_MIX = {
     "dense": 0.32, "sparse": 0.06, "single": 0.02, "questions": 0.08, "copy": 0.40,
     "votes": 0.02, "chains": 0.06, "several": 0.04,
 }  # fmt: skip
-# Long rows: codes are learnt by then, long answers and counting are not.
+# The last stage: codes are learnt by then; long answers and counting are not.
 LAST_MIX = {
-    "dense": 0.20, "sparse": 0.08, "single": 0.03, "questions": 0.26, "copy": 0.14,
-    "votes": 0.13, "chains": 0.06, "several": 0.10,
+    "dense": 0.14, "sparse": 0.06, "single": 0.02, "questions": 0.24, "copy": 0.16,
+    "votes": 0.25, "chains": 0.04, "several": 0.09,
 }  # fmt: skip
-FIRST_LENGTH, LAST_LENGTH = 64, 1024
+FIRST_LENGTH = 64
 COPIED = VALUES + COLOURS + ANIMALS + VARIABLES + CANDIDATES
 SHARED = 0.6
 
@@ -121,7 +121,7 @@ def _questions(length: int, rng: Random) -> Facts:
     size = _value_words(length, rng)
     room, each = length - 11, 4 + 5 + size  # an entry in the list and its answer
     asked = rng.randint(2, max(2, min(8, room // (each + CODE_LINE + size))))
-    if length >= LAST_LENGTH and rng.random() < 0.4:
+    if length >= 1024 and rng.random() < 0.4:
         asked = 8
     most = max(asked, min(24, (room - asked * each) // (CODE_LINE + size)))
     return questions(length, rng, rng.randint(asked, most), asked, rng.random() < SHARED, size)
@@ -205,9 +205,11 @@ def pack(prompt: Prompt, length: int) -> tuple[np.ndarray, np.ndarray]:
     return ids, wanted
 
 
-def batch(size: int, length: int, rng: Random) -> tuple[np.ndarray, np.ndarray, list[str]]:
-    """Ids and answer marks `[size, length]`, and the kind of each row."""
-    mix = FIRST_MIX if length == FIRST_LENGTH else LAST_MIX if length >= LAST_LENGTH else MIX
+def batch(
+    size: int, length: int, rng: Random, last: bool
+) -> tuple[np.ndarray, np.ndarray, list[str]]:
+    """Ids and answer marks `[size, length]`, and the kind of each row. `last`: the last stage."""
+    mix = LAST_MIX if last else FIRST_MIX if length == FIRST_LENGTH else MIX
     kinds = rng.choices(list(mix), weights=list(mix.values()), k=size)
     rows = [pack(draw_prompt(kind, length, rng), length) for kind in kinds]
     return np.stack([r[0] for r in rows]), np.stack([r[1] for r in rows]), kinds

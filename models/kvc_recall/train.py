@@ -24,7 +24,7 @@ import torch.multiprocessing
 import torch.nn.functional as F
 from torch import Tensor
 
-from .mixture import LAST_LENGTH, batch
+from .mixture import batch
 from .model import Model, Shape, save
 
 logger = logging.getLogger("kvc_recall.train")
@@ -34,10 +34,10 @@ logger = logging.getLogger("kvc_recall.train")
 class Plan:
     """The schedule. Lengths in tokens, everything else in steps unless named otherwise."""
 
-    steps: int = 1120
+    steps: int = 1200
     warm_up: int = 100
     decay_from: int = 800
-    long_from: int = 1050
+    long_from: int = 1130
     long_share: float = 0.5
     rate: float = 4e-3
     final_rate: float = 0.03
@@ -47,10 +47,11 @@ class Plan:
     advance_at: tuple[float, ...] = (0.85, 0.90, 0.93, 0.95)
     least: int = 60  # steps in a stage before the next
     back_share: float = 0.25  # batches drawn from the stage before
+    last_back_share: float = 0.4  # in the last stage: from any before but the first
     long_stage: tuple[int, int] = (2048, 4)
     others: int = 512  # tokens outside answers that count in the loss
     others_weight: float = 0.2
-    rows_weight: float = 0.5  # of the mean over rows, in long rows: else one-word answers drown
+    rows_weight: float = 0.5  # of the mean over rows, in the last stage: short answers drown else
 
 
 def learning_rate(plan: Plan, step: int) -> float:
@@ -74,8 +75,9 @@ def optimizers(model: Model, plan: Plan) -> list[torch.optim.Optimizer]:
 
 
 def step_loss(
-    model: Model, ids: Tensor, wanted: Tensor, plan: Plan, generator: torch.Generator
-) -> tuple[Tensor, Tensor, Tensor]:
+    model: Model, ids: Tensor, wanted: Tensor, plan: Plan, rows_weight: float,
+    generator: torch.Generator,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Loss, mean loss of answer tokens, and whether each token was right `[B, T-1]` (or no answer).
 
     `ids` and `wanted` are `[B, T]`; the last token is predicted and never read.
@@ -91,8 +93,8 @@ def step_loss(
     losses = F.cross_entropy(logits, targets[chosen], reduction="none")
     answer_loss = losses[: len(answers)].mean()
     loss = answer_loss + plan.others_weight * losses[len(answers) :].mean()
-    if ids.shape[1] > LAST_LENGTH:
-        loss = loss + plan.rows_weight * (losses[: len(answers)] * _row_shares(wanted)).sum()
+    if rows_weight:
+        loss = loss + rows_weight * (losses[: len(answers)] * _row_shares(wanted)).sum()
     right = torch.ones_like(marks)
     right[answers] = logits[: len(answers)].argmax(-1) == targets[answers]
     return loss, answer_loss.detach(), right.view(ids.shape[0], -1)
@@ -146,10 +148,13 @@ class Trainer:
     def one_step(self) -> tuple[float, float]:
         """Draw a batch and learn from it; returns this worker's loss and that of its answers."""
         plan, (length, size) = self.plan, self._draw_stage()
-        ids, wanted, kinds = batch(size // self.workers, length, self.rows)
+        last = self.stage == len(plan.stages) - 1
+        ids, wanted, kinds = batch(size // self.workers, length, self.rows, last)
         # One token of padding is predicted and never read, so that compiled shapes are round.
         tokens, answers = (F.pad(torch.from_numpy(a), (0, 1)) for a in (ids, wanted))
-        loss, answer_loss, right = step_loss(self.model, tokens, answers, plan, self.others)
+        loss, answer_loss, right = step_loss(
+            self.model, tokens, answers, plan, plan.rows_weight * last, self.others
+        )
         loss.backward()
         marks = answers[:, 1:]
         for kind, row, mark in zip(kinds, right, marks, strict=True):

@@ -27,6 +27,7 @@ from kvc_server.settings import SettingsError
 RATES = (1, 4, 8, 16, 32)
 _READY_WITHIN_S = 300
 _STOP_WITHIN_S = 15
+_TIMED_TOKENS = 64
 
 
 class DemoFailed(Exception):
@@ -71,35 +72,41 @@ def run(options: argparse.Namespace, worker_args: tuple[str, ...]) -> int:
 
 
 def ask(client: httpx.Client, url: str, text: str, rate: float) -> Answer:
-    """One streamed chat completion. Raises DemoFailed when the server answers an error."""
+    """One streamed chat completion, then a longer one that times decoding. Raises DemoFailed."""
+    answer, report, first_token, _ = _stream(client, url, text, rate, {"max_tokens": 32})
+    long = {"max_tokens": _TIMED_TOKENS, "ignore_eos": True}
+    *_, decoding = _stream(client, url, text, rate, long)
+    speed = (_TIMED_TOKENS - 1) / decoding if decoding > 0 else 0.0
+    return Answer(answer, report, first_token, speed)
+
+
+def _stream(
+    client: httpx.Client, url: str, text: str, rate: float, limits: dict[str, Any]
+) -> tuple[str, dict[str, Any], float, float]:
+    """Answer, report, and seconds to the first token and from there to the last."""
     body = {
         "model": "default",
         "messages": [{"role": "user", "content": text}],
-        "max_tokens": 32,
         "temperature": 0,
         "stream": True,
-        "stream_options": {"include_usage": True},
         "kv_compression": {"rate": rate},
         "cache_salt": f"rate {rate}",  # no prefix hits: every rate pays for its own prefill
     }
-    words, report, usage = "", {}, {}
+    words, report = "", {}
     begin = first = last = time.perf_counter()
-    with client.stream("POST", f"{url}/v1/chat/completions", json=body) as response:
+    with client.stream("POST", f"{url}/v1/chat/completions", json=body | limits) as response:
         if response.status_code != 200:
             raise DemoFailed(f"rate {rate}: {response.read().decode()}")
         for chunk in _events(response):
             if "error" in chunk:
                 raise DemoFailed(f"rate {rate}: {chunk['error']['message']}")
             report = chunk.get("kv_compression") or report
-            usage = chunk.get("usage") or usage
             for choice in chunk["choices"]:
                 if piece := choice["delta"].get("content"):
                     last = time.perf_counter()
                     first = last if not words else first
                     words += piece
-    decoded = usage.get("completion_tokens", 0) - 1
-    speed = decoded / (last - first) if last > first and decoded > 0 else 0.0
-    return Answer(words.strip(), report, first - begin, speed)
+    return words.strip(), report, first - begin, last - first
 
 
 def table(answers: dict[int, Answer], expected: str) -> Table:

@@ -103,7 +103,7 @@ def _print(plan: Plan) -> None:
     )
     if shape.dtype == "float32":
         console.print(
-            "SGLang serves float32 checkpoints in float16 unless told otherwise: "
+            "On a GPU SGLang serves float32 checkpoints in float16 unless told otherwise: "
             "--kv-dtype float16 plans that."
         )
     weights = "unknown, not subtracted" if plan.weights is None else size(plan.weights)

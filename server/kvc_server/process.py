@@ -54,7 +54,7 @@ class WorkerProcess:
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
             start_new_session=True,
-            preexec_fn=_die_with_parent(),
+            preexec_fn=die_with_parent(),
             env=os.environ | {"PROMETHEUS_MULTIPROC_DIR": metrics_dir.name},
         )
         return cls(process, metrics_dir)
@@ -141,7 +141,7 @@ def _exit(code: int) -> str:
     return f"signal {-code}"
 
 
-def _die_with_parent() -> Callable[[], None] | None:
+def die_with_parent() -> Callable[[], None] | None:
     """What the child runs before exec, so that no worker outlives a killed gateway (Linux)."""
     if not sys.platform.startswith("linux"):
         return None

@@ -5,33 +5,32 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from sglang.srt.configs.model_config import ModelConfig
     from sglang.srt.layers.radix_attention import RadixAttention
-    from sglang.srt.model_executor.model_runner import ModelRunner
 
 
 class UnsupportedError(ValueError):
     """A model or server option that sgl-kvc cannot serve. The message says which and why."""
 
 
-def check_model(runner: ModelRunner) -> None:
+def check_model(config: ModelConfig) -> None:
     """Raise UnsupportedError unless all layers hold one plain KV per token and head."""
     from sglang.srt.configs.hybrid_arch import mambaish_config
+    from sglang.srt.configs.model_config import AttentionArch
 
-    config = runner.model_config
     name = (config.hf_config.architectures or ["this model"])[0]
     text = config.hf_text_config
-    if runner.use_mla_backend:
-        raise UnsupportedError(f"{name}: multi-head latent attention (MLA) is not supported")
-    if runner.is_hybrid_swa or _window(text) is not None:
-        raise UnsupportedError(f"{name}: sliding-window attention is not supported")
-    if mambaish_config(config) is not None:
-        raise UnsupportedError(f"{name}: hybrid state-space or linear attention is not supported")
-    if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedError(f"{name}: encoder-decoder models are not supported")
-    if getattr(text, "attention_chunk_size", None):
-        raise UnsupportedError(f"{name}: chunked local attention is not supported")
-    if not config.is_generation:
-        raise UnsupportedError(f"{name}: only generation models are supported")
+    refused = {
+        "multi-head latent attention (MLA) is": config.attention_arch != AttentionArch.MHA,
+        "sliding-window attention is": config.is_hybrid_swa or _window(text) is not None,
+        "hybrid state-space or linear attention is": mambaish_config(config) is not None,
+        "chunked local attention is": bool(getattr(text, "attention_chunk_size", None)),
+        "encoder-decoder models are": bool(getattr(config, "is_encoder_decoder", False)),
+        "models that do not generate are": not config.is_generation,
+    }
+    for what, found in refused.items():
+        if found:
+            raise UnsupportedError(f"{name}: {what} not supported")
 
 
 def check_server(args: Any) -> None:

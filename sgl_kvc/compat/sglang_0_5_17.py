@@ -22,6 +22,22 @@ def default_arguments(args, *_: Any) -> None:
             args.radix_cache_backend = BACKEND
         if args.page_size is None:
             args.page_size = 16
+        if torch.cuda.is_available():  # until the GPU kernels exist (docs/design.md)
+            args.disable_cuda_graph = args.disable_overlap_schedule = True
+
+
+def check_support(scheduler) -> None:
+    """``Scheduler.init_model_worker``: before weights are loaded and pools are built."""
+    if scheduler.server_args.attention_backend != BACKEND:
+        return
+    from sgl_kvc.attention.support import UnsupportedError, check_model, check_server
+
+    try:
+        check_model(scheduler.model_config)
+        check_server(scheduler.server_args)
+    except UnsupportedError as error:
+        logger.critical("sgl-kvc cannot serve this: %s", error)
+        raise
 
 
 def plan_requests(_result: Any, batch) -> None:
@@ -95,6 +111,12 @@ HOOKS = [
         "one flag chooses attention backend, radix cache and a block size",
     ),
     Hook(
+        "sglang.srt.managers.scheduler.Scheduler.init_model_worker",
+        "BEFORE",
+        check_support,
+        "what cannot be compressed must be refused before it is half built",
+    ),
+    Hook(
         "sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_extend",
         "AFTER",
         plan_requests,
@@ -139,14 +161,7 @@ def register() -> None:
     @register_attention_backend(BACKEND)
     def attention_backend(runner):
         from sgl_kvc.attention.backend import KvcAttentionBackend
-        from sgl_kvc.attention.support import UnsupportedError, check_model, check_server
 
-        try:
-            check_model(runner)
-            check_server(runner.server_args)
-        except UnsupportedError as error:
-            logger.critical("sgl-kvc cannot serve this: %s", error)
-            raise
         return KvcAttentionBackend(runner)
 
     def radix_cache(context):
