@@ -164,7 +164,8 @@ def parse_rate(value: Any, *, max_rate: float = MAX_RATE) -> float:
     if value < 1:
         raise SpecError("rate", f"must be at least 1, which means off (got {_short(value)})")
     if value > max_rate:
-        raise SpecError("rate", f"must be at most {max_rate:g} on this server (got {_short(value)})")
+        problem = f"must be at most {max_rate:g} on this server (got {_short(value)})"
+        raise SpecError("rate", problem)
     return float(value)
 
 
@@ -208,7 +209,8 @@ def _one_of(field: str, value: Any, known: list[str]) -> None:
 def _integer(field: str, value: Any, least: int, most: int) -> int:
     whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
     if isinstance(value, bool) or not whole or not least <= value <= most:
-        raise SpecError(field, f"must be a whole number from {least} to {most} (got {_short(value)})")
+        problem = f"must be a whole number from {least} to {most} (got {_short(value)})"
+        raise SpecError(field, problem)
     return int(value)
 
 

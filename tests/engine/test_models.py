@@ -53,7 +53,7 @@ MLA = {
     "qk_rope_head_dim": 16,
     "qk_nope_head_dim": 16,
     "v_head_dim": 16,
-    "n_routed_experts": None,
+    "n_routed_experts": 4,
     "first_k_dense_replace": 4,
     "moe_layer_freq": 1,
 }
