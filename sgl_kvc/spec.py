@@ -98,6 +98,15 @@ class CompressionSpec:
             wanted = math.ceil(whole / self.rate)
         return max(1, min(wanted, whole))
 
+    def reason_to_skip(self, prompt_tokens: int, page_size: int) -> str | None:
+        """Why a prompt of this length cannot be compressed as asked; None when it can."""
+        if prompt_tokens < self.min_tokens:
+            return f"the prompt has {prompt_tokens} tokens, min_tokens is {self.min_tokens}"
+        whole = prompt_tokens // page_size
+        if whole <= 1 or self.segment_blocks(prompt_tokens, page_size) >= whole:
+            return f"nothing to remove: the prompt fills {whole} whole blocks of {page_size} tokens"
+        return None
+
     def to_json(self) -> dict[str, Any]:
         """The knob that `parse` would turn into this spec, for ``custom_params``."""
         fields = {
@@ -160,7 +169,7 @@ def parse(knob: Any, *, max_rate: float = MAX_RATE) -> CompressionSpec:
 def parse_rate(value: Any, *, max_rate: float = MAX_RATE) -> float:
     """A rate in [1, max_rate]; raises SpecError otherwise. JSON numbers only."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
-        raise SpecError("rate", f"must be a number, KVs before / KVs after (got {_short(value)})")
+        raise SpecError("rate", f"must be a finite number, KVs before / KVs after (got {_short(value)})")
     if value < 1:
         raise SpecError("rate", f"must be at least 1, which means off (got {_short(value)})")
     if value > max_rate:

@@ -70,7 +70,7 @@ def request_blocks(prompt: int, output: int, rate: float, page_size: int) -> Req
     segment = spec.segment_blocks(prompt, page_size)
     before = math.ceil((prompt + output) / page_size)
     prompt_blocks = math.ceil(prompt / page_size)
-    if prompt < spec.min_tokens or segment >= whole:
+    if spec.off or spec.reason_to_skip(prompt, page_size):
         return RequestBlocks(before, 0, before, prompt_blocks)
     tail = math.ceil((prompt - whole * page_size + output) / page_size)
     return RequestBlocks(before, segment, tail, prompt_blocks + segment)

@@ -8,16 +8,6 @@ from sgl_kvc.policy.base import LayerContext, scorer
 from sgl_kvc.spec import CompressionSpec
 
 
-def reason_to_skip(spec: CompressionSpec, prompt_tokens: int, page_size: int) -> str | None:
-    """Why a prompt of this length cannot be compressed as asked; None when it can."""
-    if prompt_tokens < spec.min_tokens:
-        return f"the prompt's {prompt_tokens} tokens are fewer than min_tokens ({spec.min_tokens})"
-    whole = prompt_tokens // page_size
-    if whole <= 1 or spec.segment_blocks(prompt_tokens, page_size) >= whole:
-        return f"nothing to remove: the prompt fills {whole} whole blocks of {page_size} tokens"
-    return None
-
-
 class Plan:
     """Scores of one prompt, gathered layer by layer while its last chunk is prefilled.
 

@@ -17,7 +17,7 @@ from sglang.srt.mem_cache.common import evict_from_tree_cache
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
 from sgl_kvc import report
-from sgl_kvc.cache.plan import Plan, reason_to_skip
+from sgl_kvc.cache.plan import Plan
 from sgl_kvc.policy.selection import select
 from sgl_kvc.pool.arena import ArenaKVPool
 from sgl_kvc.spec import CUSTOM_PARAM, CompressionSpec, parse
@@ -77,7 +77,7 @@ class CompressingRadixCache(RadixCache):
         if req is not None:
             spec, key = spec_of(req), params.key
             tokens = len(key.token_ids)
-            if not spec.off and reason_to_skip(spec, tokens, self.page_size) is None:
+            if not spec.off and spec.reason_to_skip(tokens, self.page_size) is None:
                 limit = max(0, min(len(key), tokens - spec.window))
                 params.key = RadixKey(key.token_ids, key.extra_key, key.is_bigram, limit)
         return super().match_prefix(params)
@@ -111,7 +111,7 @@ class CompressingRadixCache(RadixCache):
             return "the server's prefix cache is disabled"
         if req.session is not None:
             return "the request belongs to a session"
-        return reason_to_skip(spec, prompt_tokens, self.page_size)
+        return spec.reason_to_skip(prompt_tokens, self.page_size)
 
     def _compress(self, req, plan: Plan) -> None:
         """Copy what is worth keeping into own blocks, and let go of the tree's copy."""

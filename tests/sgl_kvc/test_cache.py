@@ -21,7 +21,6 @@ from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.sampling.sampling_params import SamplingParams
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
-from sgl_kvc.cache.plan import reason_to_skip
 from sgl_kvc.cache.radix import CompressingRadixCache, spec_of
 from sgl_kvc.platform.allocator import TorchPagedAllocator
 from sgl_kvc.pool.arena import ArenaKVPool
@@ -115,7 +114,7 @@ class Lives(RuleBasedStateMachine):
                 self.cache.inc_lock_ref(req.last_node)
                 done = len(req.prefix_indices)
                 spec = spec_of(req)
-                if not spec.off and reason_to_skip(spec, len(tokens), PAGE) is None:
+                if not spec.off and spec.reason_to_skip(len(tokens), PAGE) is None:
                     assert done <= max(0, len(tokens) - spec.window)
             end = min(len(tokens), done // PAGE * PAGE + chunk) if chunk else len(tokens)
             if not self._prefill(req, done, end):
