@@ -169,7 +169,8 @@ def parse(knob: Any, *, max_rate: float = MAX_RATE) -> CompressionSpec:
 def parse_rate(value: Any, *, max_rate: float = MAX_RATE) -> float:
     """A rate in [1, max_rate]; raises SpecError otherwise. JSON numbers only."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
-        raise SpecError("rate", f"must be a finite number, KVs before / KVs after (got {_short(value)})")
+        problem = f"must be a finite number, KVs before / KVs after (got {_short(value)})"
+        raise SpecError("rate", problem)
     if value < 1:
         raise SpecError("rate", f"must be at least 1, which means off (got {_short(value)})")
     if value > max_rate:

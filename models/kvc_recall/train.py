@@ -34,11 +34,11 @@ logger = logging.getLogger("kvc_recall.train")
 class Plan:
     """The schedule. Lengths in tokens, everything else in steps unless named otherwise."""
 
-    steps: int = 1200
+    steps: int = 1380
     warm_up: int = 100
     decay_from: int = 800
     long_from: int = 1130
-    long_share: float = 0.5
+    long_share: float = 0.35
     rate: float = 4e-3
     final_rate: float = 0.03
     weight_decay: float = 0.1

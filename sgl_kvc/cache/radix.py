@@ -39,6 +39,7 @@ class CompressingRadixCache(RadixCache):
         self.pool: ArenaKVPool = params.token_to_kv_pool_allocator.get_kvcache()
         self.plans: dict[int, Plan] = self.pool.plans
         self.block = report.BlockSize(params.page_size, self.pool.block_bytes)
+        self._released = False
         super().__init__(params)
 
     def reset(self) -> None:
@@ -104,6 +105,11 @@ class CompressingRadixCache(RadixCache):
         self.token_to_kv_pool_allocator.free_segment(owned, start_pos=begin)
         self.pool.segments.clear(row)
 
+    def take_released(self) -> bool:
+        """Whether compression has freed memory since this was last asked."""
+        released, self._released = self._released, False
+        return released
+
     # ----------------------------------------------------------------------- compression
 
     def _reason_to_skip(self, req, spec: CompressionSpec, prompt_tokens: int) -> str | None:
@@ -134,6 +140,7 @@ class CompressingRadixCache(RadixCache):
         slots[begin : plan.tail_begin] = segment.to(slots.dtype)
         self.pool.segments.set(row, begin, plan.tail_begin, selection.pages)
         self.dec_lock_ref(req.last_node)
+        self._released = True
         req.last_node = self.root_node
         req.cache_protected_len = begin
         req.prefix_indices = torch.empty((0,), dtype=torch.int64, device=segment.device)

@@ -48,6 +48,15 @@ def plan_requests(_result: Any, batch) -> None:
             plan(req)
 
 
+def admit_more(_result: Any, scheduler, *_args: Any) -> None:
+    """``Scheduler.process_batch_result``: compression made room, so the batch is not full.
+
+    SGLang looks at the waiting queue again only once a request has left the batch.
+    """
+    if getattr(scheduler.tree_cache, "take_released", bool)():
+        scheduler.running_batch.batch_is_full = False
+
+
 def attach_report(_accumulator, *, req) -> None:
     """``_GenerationStreamAccumulator.accept``: the report rides on the last output token.
 
@@ -121,6 +130,12 @@ HOOKS = [
         "AFTER",
         plan_requests,
         "the attention backend sees rows, not requests",
+    ),
+    Hook(
+        "sglang.srt.managers.scheduler.Scheduler.process_batch_result",
+        "AFTER",
+        admit_more,
+        "a full batch stays closed until a request leaves it",
     ),
     Hook(
         "sglang.srt.managers.scheduler_components.output_streamer"

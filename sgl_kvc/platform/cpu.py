@@ -6,9 +6,16 @@ their ``forward_native`` path and this class names the pool and the allocator.
 
 from __future__ import annotations
 
+import os
+
 from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
+
+
+#: Below this width a layer's matrices are too small to share between threads: handing them
+#: over costs more than it saves, and far more when other processes want the cores.
+_ONE_THREAD_BELOW = 512
 
 
 class CpuPlatform(CpuDeviceMixin, SRTPlatform):
@@ -24,6 +31,8 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
         server_args.sleep_on_idle = True  # the scheduler would spin on a core others need
         if server_args.sampling_backend is None:
             server_args.sampling_backend = "pytorch"
+        if server_args.get_model_config().hf_text_config.hidden_size < _ONE_THREAD_BELOW:
+            os.environ.setdefault("OMP_NUM_THREADS", "1")  # the scheduler process inherits it
 
     def get_device(self, device_id: int = 0) -> str:
         return "cpu"  # 0.5.17 splits the name as a string
