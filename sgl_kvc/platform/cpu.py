@@ -12,7 +12,6 @@ from sglang.srt.platforms.cpu import CpuDeviceMixin
 from sglang.srt.platforms.device_mixin import PlatformEnum
 from sglang.srt.platforms.interface import SRTPlatform
 
-
 #: Below this width a layer's matrices are too small to share between threads: handing them
 #: over costs more than it saves, and far more when other processes want the cores.
 _ONE_THREAD_BELOW = 512

@@ -28,6 +28,14 @@ def plain_server(tiny_llama) -> Server:
         yield running
 
 
+@pytest.fixture(scope="session")
+def small_server(tiny_llama) -> Server:
+    """A compressing server whose pool holds two prompts of 2,000 tokens, logging every step."""
+    args = ("--max-total-tokens", "4096", "--decode-log-interval", "1")
+    with sglang(tiny_llama, *args) as running:
+        yield running
+
+
 def prompt(tokens: int, seed: int, shared: int = 0) -> list[int]:
     """Random token ids, the first `shared` of them the same for every seed."""
     start = random.Random("shared").choices(range(4, tiny_models.VOCABULARY), k=shared)

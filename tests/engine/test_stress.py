@@ -8,19 +8,11 @@ import random
 import re
 
 import httpx
-import pytest
 
-from bench.serving import assert_no_leak, generate_body, sglang
+from bench.serving import assert_no_leak, generate_body
 from tests.engine.conftest import prompt
 
 REQUESTS, AT_A_TIME = 500, 32
-POOL = 4096
-
-
-@pytest.fixture(scope="module")
-def small_server(tiny_llama):
-    with sglang(tiny_llama, "--max-total-tokens", str(POOL)) as running:
-        yield running
 
 
 async def _one(client: httpx.AsyncClient, number: int, gate: asyncio.Semaphore) -> str:
