@@ -101,7 +101,8 @@ class CompressionSpec:
     def reason_to_skip(self, prompt_tokens: int, page_size: int) -> str | None:
         """Why a prompt of this length cannot be compressed as asked; None when it can."""
         if prompt_tokens < self.min_tokens:
-            return f"the prompt has {prompt_tokens} tokens, min_tokens is {self.min_tokens}"
+            least = f"min_tokens ({self.min_tokens})"
+            return f"the prompt's {prompt_tokens} tokens are fewer than {least}"
         whole = prompt_tokens // page_size
         if whole <= 1 or self.segment_blocks(prompt_tokens, page_size) >= whole:
             return f"nothing to remove: the prompt fills {whole} whole blocks of {page_size} tokens"
@@ -149,7 +150,7 @@ def parse(knob: Any, *, max_rate: float = MAX_RATE) -> CompressionSpec:
         raise SpecError("", 'must be an object such as {"rate": 8}, or null')
     for key in knob:
         if key not in FIELDS:
-            raise SpecError(_short(key).strip("'"), f"unknown field; known are {', '.join(FIELDS)}")
+            raise SpecError(str(key), f"unknown field; known are {', '.join(FIELDS)}")
     given = {key: value for key, value in knob.items() if value is not None}
     if "rate" in given and "budget" in given:
         raise SpecError("budget", "give either rate or budget, not both")

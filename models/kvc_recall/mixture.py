@@ -51,8 +51,8 @@ FIRST_MIX = {
 }  # fmt: skip
 # The last stage: codes are learnt by then; long answers and counting are not.
 LAST_MIX = {
-    "dense": 0.10, "sparse": 0.06, "single": 0.02, "questions": 0.40, "copy": 0.13,
-    "votes": 0.18, "chains": 0.04, "several": 0.07,
+    "dense": 0.07, "sparse": 0.05, "single": 0.02, "questions": 0.54, "copy": 0.12,
+    "votes": 0.12, "chains": 0.04, "several": 0.04,
 }  # fmt: skip
 FIRST_LENGTH = 64
 COPIED = VALUES + COLOURS + ANIMALS + VARIABLES + CANDIDATES
@@ -121,10 +121,10 @@ def _questions(length: int, rng: Random) -> Facts:
     size = _value_words(length, rng)
     room, each = length - 11, 4 + 5 + size  # an entry in the list and its answer
     asked = rng.randint(2, max(2, min(8, room // (each + CODE_LINE + size))))
-    if length >= 1024 and rng.random() < 0.6:
+    if length >= 1024 and rng.random() < 0.7:
         asked = 8
     most = max(asked, min(24, (room - asked * each) // (CODE_LINE + size)))
-    return questions(length, rng, rng.randint(asked, most), asked, rng.random() < SHARED, size)
+    return questions(length, rng, rng.randint(asked, most), asked, rng.random() < 0.8, size)
 
 
 def _copy(length: int, rng: Random) -> Facts:

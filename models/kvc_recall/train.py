@@ -34,11 +34,11 @@ logger = logging.getLogger("kvc_recall.train")
 class Plan:
     """The schedule. Lengths in tokens, everything else in steps unless named otherwise."""
 
-    steps: int = 1380
+    steps: int = 1500
     warm_up: int = 100
     decay_from: int = 800
     long_from: int = 1130
-    long_share: float = 0.35
+    long_share: float = 0.2
     rate: float = 4e-3
     final_rate: float = 0.03
     weight_decay: float = 0.1
@@ -254,7 +254,7 @@ def run(rank: int, args: argparse.Namespace) -> None:
                 answer_loss=round(answer_loss, 4), running=round(trainer.running, 4),
                 tokens=trainer.tokens, accuracy=by_kind,
             )  # fmt: skip
-        if trainer.step % 100 == 0 and not rank:
+        if not rank and (trainer.step % 100 == 0 or trainer.step == plan.steps):
             torch.save(trainer.state(), args.out / "checkpoint.tmp")
             (args.out / "checkpoint.tmp").replace(args.out / "checkpoint.pt")
     if not rank:

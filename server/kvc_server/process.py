@@ -94,9 +94,9 @@ class WorkerProcess:
         await self._log
         self._metrics_dir.cleanup()
 
-    def last_lines(self, count: int = 12) -> list[str]:
+    def last_lines(self) -> list[str]:
         """The end of the log."""
-        return list(self._lines)[-count:]
+        return list(self._lines)
 
     def _engine_processes(self) -> dict[str, psutil.Process]:
         """SGLang's own processes below the HTTP server, by name and pid."""

@@ -83,8 +83,7 @@ async def _serve(settings: Settings, listener: socket.socket, options: argparse.
     finally:
         announcing.cancel()
     for failure in failures:
-        *log_end, sentence = str(failure).split("\n")
-        print(*log_end, f"sgl-kvc serve: {sentence}", sep="\n", file=sys.stderr)
+        print(f"sgl-kvc serve: {failure}", file=sys.stderr)
     return 1 if failures else 0
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 import sys
 import time
 from typing import Protocol
@@ -193,7 +194,9 @@ class LocalWorker:
 
 
 def _why_failed(end: str, lines: list[str]) -> str:
-    """The end of the log, then one sentence that stands alone."""
-    log_end = "".join(f"    {line}\n" for line in lines)
-    last = lines[-1].strip() if lines else "it logged nothing"
-    return f"{log_end}the SGLang worker ended ({end}) before it was ready: {last}"
+    """One sentence: what the plugin said last, else the last exception, else the last line."""
+    said = [line for line in lines if re.search(r"\bsgl-kvc( cannot serve this)?: ", line)]
+    raised = [line for line in lines if re.match(r"[\w.]*(Error|Exception|Exit)\b.*: ", line)]
+    last = (said or raised or lines or ["it logged nothing"])[-1].strip()
+    reason = re.sub(r"^\[[^]]*\] ", "", last)  # SGLang's time stamp
+    return f"the SGLang worker ended ({end}) before it was ready: {reason}"

@@ -104,7 +104,7 @@ def check_scheduler(_result: Any, scheduler, *_args: Any, **_kwargs: Any) -> Non
                 f"sgl-kvc: SGLang's {seam} is {type(found).__name__}, not {wanted.__name__}; "
                 "refusing to serve"
             )
-    logger.info("sgl-kvc: arena, radix cache and attention backend are in place")
+    logger.info("arena, radix cache and attention backend of sgl-kvc are in place")
 
 
 def support_triton(original, backend: str) -> bool:

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import copy
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 from kvc_server.process import free_port
+from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.server_args import ServerArgs
 
 from bench.serving import START_TIMEOUT_S, assert_no_leak, kill, popen, sglang
+from sgl_kvc.attention.support import UnsupportedError, check_model, check_server
 from tests import tiny_models
 from tests.engine.conftest import prompt
 
@@ -62,30 +67,67 @@ SLIDING = {
     "model_type": "mistral",
     "sliding_window": 64,
 }
+HYBRID = {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+}
 
 
 @pytest.mark.parametrize(
-    ("changes", "args", "sentence"),
+    ("changes", "sentence"),
     [
-        (MLA, (), "multi-head latent attention (MLA) is not supported"),
-        (SLIDING, (), "sliding-window attention is not supported"),
-        ({}, ("--kv-cache-dtype", "fp8_e4m3"), "--kv-cache-dtype"),
-        ({}, ("--page-size", "4"), "--page-size below 8"),
+        (MLA, "multi-head latent attention (MLA) is not supported"),
+        (SLIDING, "sliding-window attention is not supported"),
+        (HYBRID, "hybrid state-space or linear attention is not supported"),
     ],
-    ids=["MLA", "sliding window", "fp8 cache", "page size"],
+    ids=["MLA", "sliding window", "hybrid state"],
 )
-def test_refused_in_one_sentence(tmp_path, changes, args, sentence):
-    """A server that would serve wrongly stops, and its log says why."""
-    folder = _edit(tiny_models.write(tmp_path / "model"), **changes)
+def test_models_that_are_refused(tmp_path, changes, sentence):
+    folder = _edit(tiny_models.write(tmp_path), **changes)
+    with pytest.raises(UnsupportedError, match=re.escape(sentence)):
+        check_model(ModelConfig(str(folder)))
+
+
+def test_a_plain_model_is_not_refused(tiny_llama):
+    check_model(ModelConfig(str(tiny_llama)))
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype"),
+        ({"page_size": 4}, "--page-size"),
+        ({"disable_radix_cache": True}, "--disable-radix-cache"),
+        ({"pp_size": 2}, "--pp-size"),
+    ],
+)
+def test_options_that_are_refused(tiny_llama, options, sentence):
+    args = ServerArgs(model_path=str(tiny_llama), device="cpu", page_size=16)
+    check_server(args)
+    with pytest.raises(UnsupportedError, match=re.escape(sentence)):
+        check_server(copy_with(args, options))
+
+
+def copy_with(args: ServerArgs, options: dict) -> ServerArgs:
+    """`args` with fields set past their own resolution, as a user's flags would end up."""
+    changed = copy.copy(args)
+    for name, value in options.items():
+        object.__setattr__(changed, name, value)
+    return changed
+
+
+def test_a_refused_server_stops_and_says_why(tmp_path):
+    folder = _edit(tiny_models.write(tmp_path / "model"), **MLA)
     log = tmp_path / "log"
-    process = popen(folder, free_port(), log, "--attention-backend", "kvc", *args)
+    process = popen(folder, free_port(), log, "--attention-backend", "kvc")
     try:
         assert process.wait(START_TIMEOUT_S) != 0
     finally:
         kill(process)
     said = [line for line in log.read_text().splitlines() if "sgl-kvc cannot serve" in line]
     assert said, log.read_text()[-3000:]
-    assert sentence in said[0]
+    assert "multi-head latent attention (MLA) is not supported" in said[0]
 
 
 def test_another_sglang_is_refused_by_name():

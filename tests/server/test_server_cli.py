@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import socket
@@ -15,6 +16,8 @@ import pytest
 from gateways import serve
 from kvc_server.cli import main
 from kvc_server.settings import Settings, SettingsError
+
+from tests import tiny_models
 
 
 @pytest.mark.parametrize(
@@ -86,13 +89,18 @@ def test_the_gateway_never_imports_torch() -> None:
 
 
 def test_a_worker_that_cannot_start_ends_the_gateway(tmp_path: Path) -> None:
-    empty = tmp_path / "model"
-    empty.mkdir()
-    with serve(tmp_path / "log", "--model-path", str(empty)) as gateway:
-        assert gateway.process.wait(90) == 1
+    model = tiny_models.write(tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    sliding = {"model_type": "mistral", "architectures": ["MistralForCausalLM"]}
+    (model / "config.json").write_text(json.dumps(config | sliding | {"sliding_window": 64}))
+    with serve(tmp_path / "log", "--model-path", str(model)) as gateway:
+        assert gateway.process.wait(120) == 1
     last = gateway.log.read_text().rstrip().splitlines()[-1]
     assert last.startswith("sgl-kvc serve: the SGLang worker ended (")
-    assert "before it was ready" in last
+    assert last.endswith(
+        "before it was ready: sgl-kvc cannot serve this: "
+        "MistralForCausalLM: sliding-window attention is not supported"
+    )
 
 
 def test_a_killed_gateway_leaves_no_worker(tmp_path: Path) -> None:
