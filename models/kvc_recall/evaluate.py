@@ -52,12 +52,14 @@ def complete(model, prompts: list[str], most: int) -> list[str]:
     return [" ".join(WORDS[i] for i in row).split(f" {EOS}")[0] for row in rows]
 
 
-def accuracy(model, task: str, length: int, n: int, batch: int = 16, **options) -> dict:
-    """Share of `n` held-out prompts answered exactly, and of parts where answers have parts."""
+def accuracy(
+    model, task: str, length: int, n: int, batch: int = 16, first: int = 0, **options
+) -> dict:
+    """Share of held-out prompts `first` to `first + n` answered exactly, and of their parts."""
     exact = parts = asked = 0
     wrong: list[tuple[str, str]] = []
-    for begin in range(0, n, batch):
-        indices = range(begin, min(n, begin + batch))
+    for begin in range(first, first + n, batch):
+        indices = range(begin, min(first + n, begin + batch))
         prompts = [held_out(task, length, i, **options) for i in indices]
         most = max(len(p.answer.split()) for p in prompts) + 2
         completions = complete(model, [p.text for p in prompts], most)
@@ -81,6 +83,7 @@ def main() -> None:
     parser.add_argument("--model", type=Path, default=model_path())
     parser.add_argument("--length", type=int, nargs="+", default=[1024])
     parser.add_argument("--n", type=int, default=200)
+    parser.add_argument("--first", type=int, default=0, help="number of the first prompt")
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--wrong", action="store_true", help="show some wrong answers")
@@ -94,7 +97,7 @@ def main() -> None:
     for length in args.length:
         for task in args.tasks:
             started = time.time()
-            result = accuracy(model, task, length, args.n)
+            result = accuracy(model, task, length, args.n, first=args.first)
             wrong = result.pop("wrong")
             parts = f"  parts {result['parts']:.3f}" if "parts" in result else ""
             seconds = time.time() - started

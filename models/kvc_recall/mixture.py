@@ -124,7 +124,8 @@ def _questions(length: int, rng: Random) -> Facts:
     if length >= 1024 and rng.random() < 0.7:
         asked = 8
     most = max(asked, min(24, (room - asked * each) // (CODE_LINE + size)))
-    return questions(length, rng, rng.randint(asked, most), asked, rng.random() < 0.8, size)
+    n, shared, sort = rng.randint(asked, most), rng.random() < 0.8, rng.random() < 0.4
+    return questions(length, rng, n, asked, shared, size, sort)
 
 
 def _copy(length: int, rng: Random) -> Facts:

@@ -171,15 +171,18 @@ def _has_distractor(key: str, pairs: list[tuple[str, str]]) -> bool:
 
 def questions(
     length: int, rng: Random, needles: int = 16, questions: int = 8, shared: bool = True,
-    value_words: int = 3,
+    value_words: int = 3, sort: bool = False,
 ) -> Facts:  # fmt: skip
     """Several codes asked for in one question, all given in one answer, in the order asked.
 
     "what are the codes for : first red falcon , second blue otter ?" is answered by
-    "first red falcon is tango seven kilo ; second blue otter is echo nine plum".
+    "first red falcon is tango seven kilo ; second blue otter is echo nine plum". If `sort`, keys of
+    one colour follow each other, which is harder.
     """
     pairs = codes(needles, rng, shared, value_words)
     asked = rng.sample(pairs, min(questions, needles))
+    if sort:
+        asked.sort()
     listed = " , ".join(f"{o} {k}" for o, (k, _) in zip(ORDINALS, asked, strict=False))
     answer = " ; ".join(f"{o} {k} is {v}" for o, (k, v) in zip(ORDINALS, asked, strict=False))
     turn = Turn(f"what are the codes for : {listed} ?", answer, [v for _, v in asked])

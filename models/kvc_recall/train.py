@@ -34,7 +34,7 @@ logger = logging.getLogger("kvc_recall.train")
 class Plan:
     """The schedule. Lengths in tokens, everything else in steps unless named otherwise."""
 
-    steps: int = 1500
+    steps: int = 1700
     warm_up: int = 100
     decay_from: int = 800
     long_from: int = 1130

@@ -46,3 +46,21 @@ def test_rate_eight_does_not_depend_on_the_cache(server):
         assert longer["meta_info"]["cached_tokens"] > tokens - 40
         assert cold["output_ids"] == warm["output_ids"] == longer["output_ids"]
         assert cold["kv_compression"] == warm["kv_compression"] == longer["kv_compression"]
+
+
+def test_openai_bodies_are_sglangs_own(server, plain_server):
+    """Beside the report nothing is added to, changed in or missing from a response."""
+    text = " ".join(f"w{i * 37 % 500}" for i in range(300))
+    common = {"model": "m", "max_tokens": 8, "temperature": 0}
+    for path, body in (
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
+        ("/v1/completions", {"prompt": text}),
+    ):
+        with server.client() as ours, plain_server.client() as theirs:
+            got = ours.post(path, json=common | body).json()
+            expected = theirs.post(path, json=common | body).json()
+        assert got.pop("kv_compression")["skipped"] is None
+        for answer in (got, expected):
+            for changing in ("id", "created", "usage"):
+                answer.pop(changing)
+        assert got == expected

@@ -1,0 +1,87 @@
+"""The attention backend's two ways to read a compressed request agree."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from kvc_kernels.decode import decode
+from kvc_kernels.pages import Rows, head_pages
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+
+from sgl_kvc.attention.backend import KvcAttentionBackend
+from sgl_kvc.attention.support import UnsupportedError, check_layer
+from sgl_kvc.pool.arena import ArenaKVPool
+
+LAYERS, HEADS, GROUP, DIM, PAGE = 2, 3, 2, 8, 4
+
+
+def _layer(**options) -> RadixAttention:
+    return RadixAttention(
+        HEADS * GROUP, DIM, DIM**-0.5, num_kv_heads=HEADS, layer_id=1, **options
+    )
+
+
+@pytest.fixture
+def backend() -> KvcAttentionBackend:
+    pool = ArenaKVPool(
+        20 * PAGE,
+        page_size=PAGE,
+        dtype=torch.float32,
+        head_num=HEADS,
+        head_dim=DIM,
+        layer_num=LAYERS,
+        device="cpu",
+        enable_memory_saver=False,
+    )
+    torch.manual_seed(0)
+    pool.arena_k.normal_()
+    pool.arena_v.normal_()
+    runner = SimpleNamespace(
+        token_to_kv_pool=pool, req_to_token_pool=ReqToTokenPool(3, 64, "cpu", False)
+    )
+    return KvcAttentionBackend(runner)
+
+
+def test_extend_over_a_compressed_prefix_is_decode(backend):
+    """One new token as a batch of prefill (mixed chunks) and as a decode step."""
+    row, begin, end, seq_len = 2, 3 * PAGE, 5 * PAGE, 5 * PAGE + 6
+    blocks = torch.tensor([7, 2, 11, 4])  # two of the segment, two of the tail
+    slots = (blocks[:, None] * PAGE + torch.arange(PAGE)).flatten().int()
+    backend.req_to_token[row, begin : begin + len(slots)] = slots
+    backend.segments.set(row, begin, end, torch.tensor([1, 3, 1, 4, 2, 1]))
+    query = torch.randn(1, HEADS * GROUP, DIM)
+    layer = _layer()
+
+    index = torch.tensor([row])
+    state = backend.segments
+    rows = Rows(
+        backend.req_to_token,
+        index,
+        torch.tensor([seq_len]),
+        state.segment_begin[index],
+        state.tail_begin[index],
+        state.page_start[index],
+    )
+    pages = head_pages(rows, layer.layer_id, LAYERS, HEADS, PAGE)
+    assert pages.count.tolist() == [4 + 2, 2 + 2, 1 + 2]
+    pool = backend.pool
+    expected, _ = decode(query, pool.flat_k, pool.flat_v, pages, layer.scaling)
+    got = backend._extend(query, row, seq_len, layer)
+    torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("layer", "extras", "reason"),
+    [
+        (_layer(sliding_window_size=64), {}, "sliding-window"),
+        (_layer(logit_cap=30.0), {}, "soft-capping"),
+        (_layer(is_cross_attention=True), {}, "cross attention"),
+        (_layer(), {"sinks": torch.zeros(3)}, "sinks"),
+    ],
+)
+def test_attention_that_is_more_than_softmax_is_refused(layer, extras, reason):
+    with pytest.raises(UnsupportedError, match=reason):
+        check_layer(layer, extras)
