@@ -18,7 +18,7 @@ import torch
 
 from . import model_path
 from .tasks import TASKS, Prompt, sample
-from .vocabulary import EOS, INDEX, WORDS, encode, render
+from .vocabulary import EOS, INDEX, PAD, WORDS, encode, render
 
 logger = logging.getLogger("kvc_recall.evaluate")
 
@@ -50,6 +50,22 @@ def complete(model, prompts: list[str], most: int) -> list[str]:
         ended |= token == INDEX[EOS]
     rows = torch.stack(tokens, 1).tolist()
     return [" ".join(WORDS[i] for i in row).split(f" {EOS}")[0] for row in rows]
+
+
+@torch.inference_mode()
+def recalled(model, prompts: list[Prompt]) -> list[bool]:
+    """Whether each answer is the greedy completion, in one pass and without decoding.
+
+    It is if every token of it, `<eos>` included, is the likeliest after those before it.
+    `prompts` are of one length.
+    """
+    rows = [encode(f"{render(p.text)} {p.answer} {EOS}") for p in prompts]
+    longest = max(map(len, rows))
+    ids = torch.tensor([row + [INDEX[PAD]] * (longest - len(row)) for row in rows])
+    begin = len(encode(render(prompts[0].text)))
+    logits = model(input_ids=ids, use_cache=False, logits_to_keep=longest - begin + 1).logits
+    right = (logits[:, :-1].argmax(-1) == ids[:, begin:]) | (ids[:, begin:] == INDEX[PAD])
+    return right.all(1).tolist()
 
 
 def accuracy(
