@@ -107,7 +107,7 @@ def run(args: argparse.Namespace) -> dict:
                     rounds[PLAIN].append(result)
     return {
         "command": "python -m bench.throughput",
-        "arguments": vars(args),
+        "arguments": {name: value for name, value in vars(args).items() if name != "out"},
         "machine": describe(),
         "lines": {name: _summary(results, rounds) for name, results in rounds.items()},
     }
@@ -155,7 +155,7 @@ def main() -> None:
     from kvc_recall import model_path
 
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", default=str(model_path()))
+    parser.add_argument("--model", default=str(model_path()), help="folder of the model")
     parser.add_argument("--pool", type=int, default=6144, help="tokens the KV pool holds")
     parser.add_argument("--requests", type=int, default=32)
     parser.add_argument("--input-tokens", type=int, default=1000)
@@ -168,7 +168,6 @@ def main() -> None:
     report = run(args)
     show(report)
     if args.out:
-        report["arguments"]["out"] = None
         args.out.parent.mkdir(parents=True, exist_ok=True)
         args.out.write_text(json.dumps(report, indent=1) + "\n")
 

@@ -46,24 +46,30 @@ class HeadPages:
     count: torch.Tensor
 
 
-def head_pages(rows: Rows, layer: int, layers: int, heads: int, page_size: int) -> HeadPages:
-    """The head pages of every request and head at one layer, in order.
+def head_pages(rows: Rows, layers: int, heads: int, page_size: int) -> list[HeadPages]:
+    """The head pages of every request and head, in order, one entry a layer.
 
     A head's KVs are its pages of the segment, all full, then the tail's ordinary blocks::
 
         segment page v   block row[F + (v // LH) * P] // P, index v % LH in it
         tail page t      block row[S + t * P] // P, index layer * H + head in it
-    """
-    per_block = layers * heads
-    first = layer * heads
-    start = rows.page_start[:, first : first + heads]  # [B, H]
-    in_segment = rows.page_start[:, first + 1 : first + heads + 1] - start
-    in_tail = (rows.seq_len - rows.tail_begin + page_size - 1) // page_size
-    count = (in_segment + in_tail[:, None]).flatten()
 
-    owner = torch.repeat_interleave(torch.arange(len(count), device=count.device), count)
-    nth = torch.arange(len(owner), device=count.device) - (count.cumsum(0) - count)[owner]
-    batch, head = owner // heads, owner % heads
+    All layers at once: this is many small steps, and a decode step should take them once.
+    """
+    per_block, requests = layers * heads, len(rows.request)
+    in_order = (layers, requests, heads)
+    start = rows.page_start[:, :-1].view(requests, layers, heads).transpose(0, 1)
+    in_segment = rows.page_start.diff().view(requests, layers, heads).transpose(0, 1)
+    in_tail = (rows.seq_len - rows.tail_begin + page_size - 1) // page_size
+    count = in_segment + in_tail[:, None]
+
+    flat_count = count.flatten()
+    nth_owner = torch.arange(len(flat_count), device=flat_count.device)
+    owner = torch.repeat_interleave(nth_owner, flat_count)
+    nth = torch.arange(len(owner), device=owner.device)
+    nth -= (flat_count.cumsum(0) - flat_count)[owner]
+    layer_head = nth_owner.view(in_order) // (requests * heads) * heads + nth_owner[:heads]
+    batch = owner // heads % requests
     tail_page = nth - in_segment.flatten()[owner]
     segment_page = start.flatten()[owner] + nth
     tail_position = rows.tail_begin[batch] + tail_page * page_size
@@ -75,8 +81,14 @@ def head_pages(rows: Rows, layer: int, layers: int, heads: int, page_size: int) 
         rows.segment_begin[batch] + segment_page // per_block * page_size,
     )
     block = rows.req_to_token[rows.request[batch], position].long() // page_size
-    index = torch.where(is_tail, first + head, segment_page % per_block)
+    index = torch.where(is_tail, layer_head.flatten()[owner], segment_page % per_block)
+    page = block * per_block + index
     length = torch.where(
         is_tail, (rows.seq_len[batch] - tail_position).clamp(max=page_size), page_size
     )
-    return HeadPages(block * per_block + index, owner, length, count)
+    sizes = count.sum(dim=(1, 2)).tolist()
+    of_layer = zip(page.split(sizes), owner.split(sizes), length.split(sizes), strict=True)
+    return [
+        HeadPages(pages, owners - layer * requests * heads, lengths, count[layer].flatten())
+        for layer, (pages, owners, lengths) in enumerate(of_layer)
+    ]

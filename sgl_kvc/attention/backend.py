@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 import torch
 from kvc_kernels.decode import decode
 from kvc_kernels.extend import extend, extend_compressed
-from kvc_kernels.pages import Rows, head_pages
+from kvc_kernels.pages import HeadPages, Rows, head_pages
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sgl_kvc.attention.support import check_layer
@@ -34,20 +34,23 @@ class KvcAttentionBackend(AttentionBackend):
         self.pool: ArenaKVPool = model_runner.token_to_kv_pool
         self.req_to_token = model_runner.req_to_token_pool.req_to_token
         self.segments = self.pool.bind(model_runner.req_to_token_pool)
-        self._rows: Rows | None = None
+        self._pages: list[HeadPages] = []
         self._spans: list[tuple[int, int, int]] = []
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Gather what all layers of this forward share."""
         if forward_batch.forward_mode.is_decode_or_idle():
             request = forward_batch.req_pool_indices.long()
-            self._rows = Rows(
+            rows = Rows(
                 req_to_token=self.req_to_token,
                 request=request,
                 seq_len=forward_batch.seq_lens.long(),
                 segment_begin=self.segments.segment_begin[request],
                 tail_begin=self.segments.tail_begin[request],
                 page_start=self.segments.page_start[request],
+            )
+            self._pages = head_pages(
+                rows, self.pool.layer_num, self.pool.head_num, self.pool.page_size
             )
         else:
             self._spans = list(
@@ -71,18 +74,11 @@ class KvcAttentionBackend(AttentionBackend):
     ) -> torch.Tensor:
         """One token per request: [B, Hq * D] -> [B, Hq * Dv]."""
         self._store(k, v, layer, forward_batch, save_kv_cache, kwargs)
-        pages = head_pages(
-            self._rows,
-            layer.layer_id - self.pool.start_layer,
-            self.pool.layer_num,
-            self.pool.head_num,
-            self.pool.page_size,
-        )
         out, _ = decode(
             q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
             self.pool.flat_k,
             self.pool.flat_v,
-            pages,
+            self._pages[layer.layer_id - self.pool.start_layer],
             layer.scaling,
         )
         return out.to(q.dtype).view(q.shape[0], -1)

@@ -97,8 +97,9 @@ def test_decode(case, group, dtype):
     batch = build(segments, tails, layers=layers, heads=heads, page=page, dim=dim, dtype=dtype)
     query = torch.randn(len(tails), heads * group, dim).to(dtype)
     flat_k, flat_v = batch.arena_k.view(-1, page, dim), batch.arena_v.view(-1, page, dim)
+    by_layer = head_pages(batch.rows, layers, heads, page)
     for layer in range(layers):
-        pages = head_pages(batch.rows, layer, layers, heads, page)
+        pages = by_layer[layer]
         out, lse = decode(query, flat_k, flat_v, pages, dim**-0.5)
         expected, expected_lse = decode_reference(query, flat_k, flat_v, pages, dim**-0.5)
         torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)

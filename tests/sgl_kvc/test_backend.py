@@ -65,7 +65,7 @@ def test_extend_over_a_compressed_prefix_is_decode(backend):
         state.tail_begin[index],
         state.page_start[index],
     )
-    pages = head_pages(rows, layer.layer_id, LAYERS, HEADS, PAGE)
+    pages = head_pages(rows, LAYERS, HEADS, PAGE)[layer.layer_id]
     assert pages.count.tolist() == [4 + 2, 2 + 2, 1 + 2]
     pool = backend.pool
     expected, _ = decode(query, pool.flat_k, pool.flat_v, pages, layer.scaling)

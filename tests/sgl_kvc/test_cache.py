@@ -214,8 +214,9 @@ class Lives(RuleBasedStateMachine):
             tail_begin = int(state.tail_begin[index])
             report = req.kvc_report
             kept = []
+            by_layer = head_pages(rows, LAYERS, HEADS, PAGE)
             for layer in range(LAYERS):
-                pages = head_pages(rows, layer, LAYERS, HEADS, PAGE)
+                pages = by_layer[layer]
                 for head in range(HEADS):
                     mine = (pages.owner == head).nonzero().flatten().tolist()
                     got = [self.pool.flat_k[pages.page[i], : pages.length[i]] for i in mine]
