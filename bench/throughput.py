@@ -45,7 +45,7 @@ class Round:
 
     tokens_per_second: float
     largest_batch: int
-    bytes_after: float
+    bytes_after: float | None  # mean over the requests; None when the server does not report
 
 
 async def measure(server: Server, load: Load, rate: float | None, seed: int) -> Round:
@@ -64,7 +64,7 @@ async def measure(server: Server, load: Load, rate: float | None, seed: int) -> 
     return Round(
         produced / seconds,
         max(map(int, batches)),
-        statistics.mean(kept) if None not in kept else float("nan"),
+        None if None in kept else statistics.mean(kept),
     )
 
 
@@ -107,7 +107,8 @@ def run(args: argparse.Namespace) -> dict:
                     rounds[PLAIN].append(result)
     return {
         "command": "python -m bench.throughput",
-        "arguments": {name: value for name, value in vars(args).items() if name != "out"},
+        "arguments": {k: v for k, v in vars(args).items() if k not in ("model", "out")},
+        "model": Path(args.model).name,
         "machine": describe(),
         "lines": {name: _summary(results, rounds) for name, results in rounds.items()},
     }
@@ -124,7 +125,7 @@ def _summary(results: list[Round], rounds: dict[str, list[Round]]) -> dict:
         "ratio": round(statistics.median(ratios), 2),
         "ratio_range": [round(min(ratios), 2), round(max(ratios), 2)],
         "largest_batch": max(r.largest_batch for r in results),
-        "bytes_per_request": statistics.mean(r.bytes_after for r in results),
+        "bytes_per_request": results[-1].bytes_after,
     }
 
 
@@ -146,7 +147,7 @@ def show(report: dict) -> None:
             f"{line['ratio']:.2f}",
             f"{low:.2f}-{high:.2f}",
             str(line["largest_batch"]),
-            f"{size / 1024:.0f} KiB" if size == size else "",
+            f"{size / 1024:.0f} KiB" if size else "",
         )
     Console().print(table)
 
