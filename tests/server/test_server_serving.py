@@ -317,6 +317,8 @@ def test_metrics_add_up(gateway: Gateway) -> None:
     assert gauge(gateway, "kvc_worker_up") == 1
     assert gauge(gateway, "kvc_time_to_first_token_seconds_count") > 0
     assert gauge(gateway, "sglang:prompt_tokens_total") > 0
+    short = chat("what is the code for red falcon ?", kv_compression={"rate": 8})
+    assert httpx.post(f"{gateway.url}/v1/chat/completions", json=short, timeout=60).is_success
     text = httpx.get(f"{gateway.url}/metrics", timeout=30).text
     assert "kvc_skipped_total{reason=\"the prompt's N tokens are fewer" in text
     assert 'kvc_requests_in_flight{endpoint="/v1/chat/completions"} 0.0' in text
