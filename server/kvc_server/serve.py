@@ -17,6 +17,8 @@ from kvc_server.worker import WorkerFailed
 log = logging.getLogger(__name__)
 
 EMBEDDED_NAME = "recall"
+#: A pool of 256 MiB. SGLang would take most of the memory, and on a CPU clear it page by page.
+EMBEDDED_ARGS = ("--served-model-name", EMBEDDED_NAME, "--max-total-tokens", "65536")
 _DRAIN_S = 5  # how long a stop waits for answers in flight
 
 
@@ -44,12 +46,12 @@ def settings_of(options: argparse.Namespace, worker_args: tuple[str, ...]) -> Se
 
 
 def embedded_model(worker_args: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
-    """Path of the embedded model, and `worker_args` with its short name in front."""
+    """Path of the embedded model, and `worker_args` behind those it is served with."""
     try:
         import kvc_recall
     except ImportError as error:
         raise SettingsError(f"--model-path is needed: no embedded model ({error})") from None
-    return str(kvc_recall.model_path()), ("--served-model-name", EMBEDDED_NAME, *worker_args)
+    return str(kvc_recall.model_path()), (*EMBEDDED_ARGS, *worker_args)
 
 
 async def _serve(settings: Settings, listener: socket.socket, options: argparse.Namespace) -> int:
