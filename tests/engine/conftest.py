@@ -30,11 +30,8 @@ def plain_server(tiny_llama) -> Server:
 
 @pytest.fixture(scope="session")
 def small_server(tiny_llama) -> Server:
-    """A compressing server whose pool holds two prompts of 2,000 tokens, logging every step.
-
-    It mixes prefill and decode in one batch, where it can.
-    """
-    args = ("--max-total-tokens", "4096", "--decode-log-interval", "1", "--enable-mixed-chunk")
+    """A compressing server whose pool holds two prompts of 2,000 tokens, logging every step."""
+    args = ("--max-total-tokens", "4096", "--decode-log-interval", "1")
     with sglang(tiny_llama, *args) as running:
         yield running
 
