@@ -4,7 +4,7 @@ PORT ?= 8000
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: install serve demo test lint bench quality recall lock clean
+.PHONY: install serve demo test lint bench quality eval recall lock clean
 
 install: $(READY)  ## set-up only
 
@@ -29,8 +29,17 @@ lint: install
 bench: install  ## running batch and throughput at a fixed pool, off and on
 	$(BIN)/python -m bench.throughput --plain --out bench/results/throughput.json
 
-quality: install  ## accuracy by policy and rate: docs/quality.md
-	$(BIN)/python -m bench.quality --out bench/results/quality.json --table docs/quality.md
+quality: install  ## accuracy of the embedded model at 1,024 tokens: docs/quality.md
+	rm -rf build/quality
+	$(BIN)/sgl-kvc eval --embedded --out build/quality --n 1000 --rates 2 4 8 16 32 \
+		--tasks single needles8 needles32 copy32 votes \
+		--policies kv-compress snapkv ada-kv streaming-llm random
+	cp build/quality/report.md docs/quality.md
+	cp build/quality/accuracy-1024-inside.png docs/
+	cp build/quality/results.json bench/results/quality.json
+
+eval: install  ## every policy, rates 2 to 64, questions inside and after: build/eval
+	$(BIN)/sgl-kvc eval --embedded --out build/eval --length 1024 2048 --question inside after
 
 recall: install  ## train the embedded model again, into build/recall
 	$(BIN)/python -m kvc_recall.train --out build/recall

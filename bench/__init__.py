@@ -1,1 +1,1 @@
-"""Throughput and quality harnesses, and their recorded results."""
+"""The throughput harness, the servers of the tests, and recorded results."""

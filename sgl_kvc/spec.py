@@ -10,6 +10,7 @@ whose nested values must be scalars)::
     {"budget": 1024}                             mean KVs kept per head
     {"rate": 8, "policy": "snapkv"}              a preset
     {"rate": 8, "scorer": "attention-window", "apportioner": "uniform"}
+    {"rate": 8, "policy": "snapkv", "window": 16}         and its parameters
 """
 
 from __future__ import annotations
@@ -17,32 +18,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
+from sgl_kvc.policy.catalog import Parameter, methods
+from sgl_kvc.policy.presets import DEFAULT_POLICY, PRESETS, Preset
+
 MAX_RATE = 1024.0
-DEFAULT_POLICY = "kv-compress"
 CUSTOM_PARAM = "kv_compression"
-
-
-@dataclasses.dataclass(frozen=True)
-class Preset:
-    """A named policy: a scorer, an apportioner and the parameters of its paper."""
-
-    scorer: str
-    apportioner: str
-    source: str
-    window: int = 8
-    pool: int = 7
-    sinks: int = 4
-
-
-PRESETS: dict[str, Preset] = {
-    "kv-compress": Preset("attention-window", "global", "arXiv 2410.00161"),
-    "snapkv": Preset("attention-window-l1", "uniform", "arXiv 2404.14469", window=32),
-    "streaming-llm": Preset("recency", "uniform", "arXiv 2309.17453", window=1, pool=1),
-    "random": Preset("random", "uniform", "baseline", window=1, pool=1),
-}
+LEAST_RECENT = 8
 
 
 class SpecError(ValueError):
@@ -68,10 +51,14 @@ class CompressionSpec:
     rate : KVs before / KVs after, in [1, MAX_RATE]; 1 means off.
     budget : mean KVs to keep per head, in tokens.
     policy : the preset's name, or ``scorer+apportioner`` when these were named.
-    window : last query tokens a window scorer looks at.
-    pool : width of the max-pool over neighbouring keys, odd, 1 is none.
+    parameters : every parameter of scorer and apportioner, by name.
     sinks : first positions that are always kept.
+    recent : last positions of what is compressed that are always kept.
     min_tokens : prompts shorter than this are served uncompressed.
+    question_tokens : the prompt's last tokens, read only after compression, as a later turn's
+        would be; no score sees them.
+    recompress_every : decoded tokens after which segment and tail are compressed again, by
+        the squared attention gathered meanwhile (arXiv 2410.00161, eq. 20); 0 is never.
     """
 
     rate: float | None = None
@@ -79,19 +66,38 @@ class CompressionSpec:
     policy: str = DEFAULT_POLICY
     scorer: str = PRESETS[DEFAULT_POLICY].scorer
     apportioner: str = PRESETS[DEFAULT_POLICY].apportioner
-    window: int = PRESETS[DEFAULT_POLICY].window
-    pool: int = PRESETS[DEFAULT_POLICY].pool
+    parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     sinks: int = PRESETS[DEFAULT_POLICY].sinks
+    recent: int = LEAST_RECENT
     min_tokens: int = 64
+    question_tokens: int = 0
+    recompress_every: int = 0
 
     @property
     def off(self) -> bool:
         """True when the request is to be served uncompressed."""
         return self.rate == 1
 
+    @property
+    def window(self) -> int:
+        """Last queries of what is compressed that have to be computed."""
+        return self.parameters.get("window", 1)
+
+    @property
+    def all_queries(self) -> bool:
+        """Whether every query has to be computed, so that nothing may come from a cache."""
+        return methods("scorers")[self.scorer].all_queries
+
+    def whole_blocks(self, prompt_tokens: int, page_size: int) -> int:
+        """Blocks of a prompt that are compressed: without its question, its last partial one."""
+        return max(0, prompt_tokens - self.question_tokens) // page_size
+
     def segment_blocks(self, prompt_tokens: int, page_size: int) -> int:
         """Blocks that the whole blocks of a prompt are compressed to; known before any score."""
-        whole = prompt_tokens // page_size
+        return self.blocks_for(self.whole_blocks(prompt_tokens, page_size), page_size)
+
+    def blocks_for(self, whole: int, page_size: int) -> int:
+        """Blocks that `whole` blocks are compressed to."""
         if self.budget is not None:
             wanted = math.ceil(self.budget / page_size)
         else:
@@ -99,35 +105,42 @@ class CompressionSpec:
         return max(1, min(wanted, whole))
 
     def reason_to_skip(self, prompt_tokens: int, page_size: int) -> str | None:
-        """Why a prompt of this length cannot be compressed as asked; None when it can."""
+        """Why a prompt of this length cannot be compressed as asked; None when it can.
+
+        With `recompress_every`, a prompt that has nothing to remove yet still gets blocks of
+        its own, since those it shares cannot be compressed later.
+        """
+        if self.recompress_every and self.whole_blocks(prompt_tokens, page_size):
+            return None
         if prompt_tokens < self.min_tokens:
             least = f"min_tokens ({self.min_tokens})"
             return f"the prompt's {prompt_tokens} tokens are fewer than {least}"
-        whole = prompt_tokens // page_size
+        whole = self.whole_blocks(prompt_tokens, page_size)
         if whole <= 1 or self.segment_blocks(prompt_tokens, page_size) >= whole:
-            return f"nothing to remove: the prompt fills {whole} whole blocks of {page_size} tokens"
+            what = "what comes before the question" if self.question_tokens else "the prompt"
+            return f"nothing to remove: {what} fills {whole} whole blocks of {page_size} tokens"
         return None
 
     def to_json(self) -> dict[str, Any]:
         """The knob that `parse` would turn into this spec, for ``custom_params``."""
         fields = {
             name: getattr(self, name)
-            for name in ("rate", "budget", "window", "pool", "sinks", "min_tokens")
+            for name in ("rate", *_INTEGERS)
             if getattr(self, name) is not None
         }
+        fields |= self.parameters
         if self.policy in PRESETS:
             return fields | {"policy": self.policy}
         return fields | {"scorer": self.scorer, "apportioner": self.apportioner}
 
 
-OFF = CompressionSpec(rate=1)
-
 _INTEGERS = {  # field: (least, most)
     "budget": (1, 1 << 24),
-    "window": (1, 1024),
-    "pool": (1, 255),
     "sinks": (0, 4096),
+    "recent": (0, 4096),
     "min_tokens": (0, 1 << 24),
+    "question_tokens": (0, 1 << 24),
+    "recompress_every": (0, 1 << 24),
 }
 FIELDS = ("rate", "policy", "scorer", "apportioner", *_INTEGERS)
 
@@ -148,22 +161,26 @@ def parse(knob: Any, *, max_rate: float = MAX_RATE) -> CompressionSpec:
         return OFF
     if not isinstance(knob, Mapping):
         raise SpecError("", 'must be an object such as {"rate": 8}, or null')
-    for key in knob:
-        if key not in FIELDS:
-            raise SpecError(str(key), f"unknown field; known are {', '.join(FIELDS)}")
-    given = {key: value for key, value in knob.items() if value is not None}
+    given = {str(key): value for key, value in knob.items() if value is not None}
+    values = _policy(given)
+    values["parameters"] = _parameters(knob, values)
     if "rate" in given and "budget" in given:
         raise SpecError("budget", "give either rate or budget, not both")
     if "rate" not in given and "budget" not in given:
         raise SpecError("rate", "one of rate and budget is required")
-    values: dict[str, Any] = _policy(given)
     if "rate" in given:
         values["rate"] = parse_rate(given["rate"], max_rate=max_rate)
     for name, (least, most) in _INTEGERS.items():
         if name in given:
             values[name] = _integer(name, given[name], least, most)
-    if values["pool"] % 2 == 0:
-        raise SpecError("pool", "must be odd, so that it is centred on a key")
+    if values.get("recompress_every"):
+        for family in ("scorer", "apportioner"):
+            if not methods(f"{family}s")[values[family]].continual:
+                able = ", ".join(m.name for m in methods(f"{family}s").values() if m.continual)
+                problem = f"{family} {values[family]} cannot go on during decode; {able} can"
+                raise SpecError("recompress_every", problem)
+    if values["recent"] is None:
+        values["recent"] = max(values["parameters"].get("window", 1), LEAST_RECENT)
     return CompressionSpec(**values)
 
 
@@ -180,17 +197,6 @@ def parse_rate(value: Any, *, max_rate: float = MAX_RATE) -> float:
     return float(value)
 
 
-def method_names(family: str) -> list[str]:
-    """Names of the scorers or apportioners there are: one per file of the family's folder.
-
-    Read from the file names, so that no method has to be imported (they need torch).
-    """
-    folder = Path(__file__).parent / "policy" / family
-    return sorted(
-        path.stem.replace("_", "-") for path in folder.glob("*.py") if not path.stem.startswith("_")
-    )
-
-
 def _policy(given: Mapping[str, Any]) -> dict[str, Any]:
     named = [key for key in ("scorer", "apportioner") if key in given]
     if "policy" in given and named:
@@ -200,21 +206,61 @@ def _policy(given: Mapping[str, Any]) -> dict[str, Any]:
         raise SpecError(missing, f"is required beside {named[0]}")
     if named:
         for key in named:
-            _one_of(key, given[key], method_names(f"{key}s"))
+            _one_of(key, given[key], sorted(methods(f"{key}s")))
         scorer, apportioner = given["scorer"], given["apportioner"]
         name, preset = f"{scorer}+{apportioner}", Preset(scorer, apportioner, "")
     else:
         name = given.get("policy", DEFAULT_POLICY)
         _one_of("policy", name, sorted(PRESETS))
         preset = PRESETS[name]
-    values = dataclasses.asdict(preset)
+    values = {field.name: getattr(preset, field.name) for field in dataclasses.fields(preset)}
     del values["source"]
     return values | {"policy": name}
 
 
-def _one_of(field: str, value: Any, known: list[str]) -> None:
-    if value not in known:
-        raise SpecError(field, f"unknown {field} {_short(value)}; known are {', '.join(known)}")
+def _parameters(knob: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters of the policy in `values`: the knob's, the preset's, the methods' own."""
+    known = policy_parameters(values["scorer"], values["apportioner"])
+    for key in knob:
+        if key not in FIELDS and key not in known:
+            names = ", ".join([*FIELDS, *known])
+            raise SpecError(str(key), f"unknown field; for this policy they are {names}")
+    chosen = {name: parameter.default for name, parameter in known.items()} | values["parameters"]
+    for name, parameter in known.items():
+        if knob.get(name) is not None:
+            chosen[name] = _checked(parameter, knob[name])
+    return chosen
+
+
+def policy_parameters(scorer: str, apportioner: str) -> dict[str, Parameter]:
+    """What a scorer and an apportioner can be told, by name."""
+    return dict(
+        methods("scorers")[scorer].parameters | methods("apportioners")[apportioner].parameters
+    )
+
+
+def _checked(parameter: Parameter, value: Any) -> Any:
+    if parameter.choices:
+        _one_of(parameter.name, value, list(parameter.choices))
+        return value
+    least, most = parameter.least, parameter.most
+    if parameter.whole:
+        whole = _integer(parameter.name, value, least, most)
+        if (whole - least) % parameter.step:
+            problem = f"must be {least} plus a multiple of {parameter.step} (got {whole})"
+            raise SpecError(parameter.name, problem)
+        return whole
+    number = isinstance(value, (int, float)) and not isinstance(value, bool)
+    if not number or not least <= value <= most:
+        problem = f"must be a number from {least:g} to {most:g} (got {_short(value)})"
+        raise SpecError(parameter.name, problem)
+    return float(value)
+
+
+def _one_of(field: str, value: Any, known: list[Any]) -> None:
+    if not any(value is one or (isinstance(value, str) and value == one) for one in known):
+        names = ", ".join(map(str, known))
+        raise SpecError(field, f"unknown {field} {_short(value)}; known are {names}")
 
 
 def _integer(field: str, value: Any, least: int, most: int) -> int:
@@ -231,3 +277,7 @@ def _short(value: Any) -> str:
         return "a number of more than 20 digits"
     shown = repr(value)
     return shown if len(shown) <= 60 else f"{shown[:57]}..."
+
+
+#: What a request without a knob gets.
+OFF = parse({"rate": 1})

@@ -23,15 +23,28 @@ def compact(
     pages : int64 [L * H], pages of every head, summing to ``len(target_blocks) * L * H``.
     target_blocks : int64 [n], not among the source's blocks.
     """
-    _, layers, heads, page_size, dim = arena.shape
+    layers, heads, page_size = arena.shape[1:4]
     per_block = layers * heads
-    flat = arena.view(-1, page_size, dim)
     head = torch.repeat_interleave(
         torch.arange(per_block, device=arena.device), pages * page_size
     )
     slots = source_slots[positions].long()
-    kept = flat[slots // page_size * per_block + head, slots % page_size]
-    arena[target_blocks] = kept.view(len(target_blocks), layers, heads, page_size, dim)
+    move(arena, slots // page_size * per_block + head, slots % page_size, target_blocks)
+
+
+def move(
+    arena: torch.Tensor, page: torch.Tensor, offset: torch.Tensor, target_blocks: torch.Tensor
+) -> None:
+    """Fill `target_blocks` of `arena` with single KVs, in the order of the blocks' memory.
+
+    Parameters
+    ----------
+    arena : [num_blocks, L, H, P, ...]; `target_blocks` of it are overwritten.
+    page, offset : int64 [len(target_blocks) * L * H * P], the head page (in the flat view
+        [num_blocks * L * H, P, ...]) and the offset in it that each KV is taken from.
+    target_blocks : int64 [n], not among the sources.
+    """
+    arena[target_blocks] = arena.flatten(0, 2)[page, offset].view(-1, *arena.shape[1:])
 
 
 def compact_reference(

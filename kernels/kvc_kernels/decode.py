@@ -13,6 +13,8 @@ def decode(
     arena_v: torch.Tensor,
     pages: HeadPages,
     scale: float,
+    metric: torch.Tensor | None = None,
+    counted: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Attention over head pages; work and memory follow the pages there are, no padding.
 
@@ -22,6 +24,9 @@ def decode(
     arena_k, arena_v : flat views [num_pages, P, D] and [num_pages, P, Dv].
     pages : what each of the ``B * H`` owners reads.
     scale : factor on the logits.
+    metric : float32 [num_pages, P]; squared attention, summed over the query group, is added
+        to the KVs of owners that are `counted` (arXiv 2410.00161, eq. 20).
+    counted : bool [B * H].
 
     Returns
     -------
@@ -42,6 +47,10 @@ def decode(
     total = logits.new_zeros(owners, group).index_add_(0, pages.owner, weights.sum(-1))
     out = logits.new_zeros(owners, group, arena_v.shape[-1])
     out.index_add_(0, pages.owner, torch.bmm(weights, arena_v.index_select(0, pages.page).float()))
+    if metric is not None:
+        mine = counted[pages.owner].nonzero().squeeze(1)
+        attention = weights[mine] / total[pages.owner[mine]][..., None]
+        metric.index_add_(0, pages.page[mine], attention.square_().sum(1))
     out /= total.clamp(min=torch.finfo(torch.float32).tiny)[..., None]
     return out.view(query.shape[0], -1, arena_v.shape[-1]), (largest + total.log()).view(
         query.shape[0], -1
@@ -54,6 +63,8 @@ def decode_reference(
     arena_v: torch.Tensor,
     pages: HeadPages,
     scale: float,
+    metric: torch.Tensor | None = None,
+    counted: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`decode`, one request and head at a time."""
     owners = len(pages.count)
@@ -70,4 +81,10 @@ def decode_reference(
         logits = grouped[owner] @ keys.T * scale
         out[owner] = logits.softmax(-1) @ values
         lse[owner] = logits.logsumexp(-1)
+        if metric is not None and counted[owner]:
+            squares = (logits.softmax(-1) ** 2).sum(0)
+            for (page, length), part in zip(
+                spans, squares.split([length for _, length in spans]), strict=True
+            ):
+                metric[page, :length] += part
     return out.view(query.shape[0], -1, arena_v.shape[-1]), lse.view(query.shape[0], -1)

@@ -1,60 +1,184 @@
-"""Attention of the last queries of a prompt over its keys: the score of window policies."""
+"""Attention a prompt's queries pay to its keys, in blocks of queries: what scorers add up.
+
+Queries are [w, H*G, D] and keys [n, H, D]: the queries are those of the last ``w`` positions,
+query head ``h*G + g`` reads KV head ``h``, and query ``i`` sees keys up to ``n - w + i``.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
 
+#: Elements of one block of logits: 64 MiB in float32.
+BLOCK = 1 << 24
+
+#: `put_first` scales scores of [1e-12, 1e7] to [1e9, 1e28]: above every other score, below what
+#: selection itself protects. A factor, so that small scores keep their order.
+_FIRST, _LEAST, _MOST = 1e21, 1e-12, 1e7
+
+
+def causal_logits(
+    queries: torch.Tensor, keys: torch.Tensor, scale: float, *, block: int = BLOCK
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """Logits of as many queries at a time as `block` elements hold, at least one.
+
+    Yields
+    ------
+    first : position of the block's first query.
+    logits : float32 [H, G, b, m], of its ``b`` queries over the ``m`` keys that its last one
+        sees; -inf for keys behind a query. The caller may overwrite it.
+    """
+    window, (n, heads, dim) = queries.shape[0], keys.shape
+    group = queries.shape[1] // heads
+    by_head = keys.float().permute(1, 2, 0)  # [H, D, n]
+    step = max(1, block // (n * heads * group))
+    for begin in range(0, window, step):
+        chosen = queries[begin : begin + step].float() * scale
+        size, first = chosen.shape[0], n - window + begin
+        seen = first + size
+        rows = chosen.view(size, heads, group, dim).permute(1, 2, 0, 3)
+        logits = (rows.reshape(heads, -1, dim) @ by_head[..., :seen]).view(heads, group, size, seen)
+        positions = torch.arange(seen, device=keys.device)
+        yield first, logits.masked_fill_(positions > positions[first:, None], float("-inf"))
+
+
+def causal_attention(
+    queries: torch.Tensor, keys: torch.Tensor, scale: float, *, block: int = BLOCK
+) -> Iterator[tuple[int, torch.Tensor]]:
+    """`causal_logits` after the softmax: zero for keys behind a query."""
+    for first, logits in causal_logits(queries, keys, scale, block=block):
+        yield first, logits.softmax(dim=-1)
+
 
 def window_attention(
-    queries: torch.Tensor, keys: torch.Tensor, scale: float, power: int
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    scale: float,
+    power: int = 1,
+    *,
+    group: str = "sum",
+    excluded: int = 0,
+    block: int = BLOCK,
 ) -> torch.Tensor:
-    """Attention every key receives from the window, summed over queries and their group.
+    """Attention every key receives from the queries, summed over them and their group.
 
     Parameters
     ----------
-    queries : [w, H*G, D], the last ``w`` queries of the prompt, rotated; query head
-        ``h*G + g`` reads KV head ``h``.
-    keys : [n, H, D], all keys of the prompt, the last ``w`` of them the window's own.
-    scale : factor on the logits.
     power : 1 sums attention (SnapKV, arXiv 2404.14469), 2 sums its square (KV-Compress,
         arXiv 2410.00161, eq. 8).
+    group : "sum" adds the powers of a group's heads; "mean" takes the power of their mean.
+    excluded : a query does not count for the keys less than this many positions before it
+        (KV-Compress, eq. 19).
 
     Returns
     -------
-    scores : float32 [H, n]; query ``i`` of the window sees keys up to ``n - w + i``.
+    scores : float32 [H, n].
     """
-    window, heads, n = queries.shape[0], keys.shape[1], keys.shape[0]
-    grouped = queries.float().view(window, heads, -1, queries.shape[-1])
-    logits = torch.einsum("whgd,nhd->hgwn", grouped, keys.float()) * scale
-    last_visible = torch.arange(n - window, n, device=keys.device)
-    hidden = torch.arange(n, device=keys.device) > last_visible[:, None]
-    attention = logits.masked_fill_(hidden, float("-inf")).softmax(dim=-1)
-    return attention.pow_(power).sum(dim=(1, 2)) if power != 1 else attention.sum(dim=(1, 2))
-
-
-def max_pool(scores: torch.Tensor, width: int) -> torch.Tensor:
-    """Every score becomes the largest of the `width` scores around it. [H, n] -> [H, n].
-
-    `width` is odd. Keeps the neighbours of a key that matters (SnapKV, section 4.2).
-    """
-    if width == 1:
-        return scores
-    return F.max_pool1d(scores[None], width, stride=1, padding=width // 2)[0]
+    scores = torch.zeros(keys.shape[1], keys.shape[0], device=keys.device)
+    for first, attention in causal_attention(queries, keys, scale, block=block):
+        seen = attention.shape[-1]
+        if excluded:
+            positions = torch.arange(seen, device=keys.device)
+            attention.masked_fill_(positions > positions[first:, None] - excluded, 0)
+        if group == "mean":
+            attention = attention.mean(dim=1, keepdim=True)
+        if power != 1:
+            attention = attention.pow_(power)
+        scores[:, :seen] += attention.sum(dim=(1, 2))
+    return scores
 
 
 def window_attention_reference(
-    queries: torch.Tensor, keys: torch.Tensor, scale: float, power: int
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    scale: float,
+    power: int = 1,
+    *,
+    group: str = "sum",
+    excluded: int = 0,
 ) -> torch.Tensor:
     """`window_attention`, one query and head at a time."""
     window, heads, n = queries.shape[0], keys.shape[1], keys.shape[0]
-    group = queries.shape[1] // heads
+    size = queries.shape[1] // heads
     scores = torch.zeros(heads, n, dtype=torch.float32)
     for i in range(window):
-        visible = n - window + i + 1
+        position = n - window + i
+        counted = max(0, position + 1 - excluded)
         for head in range(heads):
-            for member in range(group):
-                query = queries[i, head * group + member].float()
-                logits = keys[:visible, head].float() @ query * scale
-                scores[head, :visible] += logits.softmax(0) ** power
+            rows = []
+            for member in range(size):
+                query = queries[i, head * size + member].float()
+                logits = keys[: position + 1, head].float() @ query * scale
+                rows.append(logits.softmax(0)[:counted])
+            rows = torch.stack(rows)
+            rows = rows.mean(0, keepdim=True) if group == "mean" else rows
+            scores[head, :counted] += (rows**power).sum(0)
     return scores
+
+
+def pool_neighbours(scores: torch.Tensor, width: int, how: str = "max") -> torch.Tensor:
+    """Every score becomes the largest or the mean of the `width` around it. [R, n] -> [R, n].
+
+    `width` is odd; beyond the ends there are zeros for the mean, nothing for the maximum.
+    Keeps the neighbours of a key that matters (SnapKV, section 4.2).
+    """
+    if width == 1 or not scores.shape[-1]:
+        return scores
+    pool = F.max_pool1d if how == "max" else F.avg_pool1d
+    return pool(scores[None], width, stride=1, padding=width // 2)[0]
+
+
+def put_first(scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
+    """`scores` (>= 0) in which the `chosen` keys rank above all others and keep their order.
+
+    Above those of other heads and layers too, so that any apportioner sees it.
+    """
+    return torch.where(chosen, scores.clamp(_LEAST, _MOST) * _FIRST, scores)
+
+
+def put_last_first(scores: torch.Tensor, count: int) -> torch.Tensor:
+    """`put_first` for the last `count` keys."""
+    n = scores.shape[-1]
+    return put_first(scores, torch.arange(n, device=scores.device) >= n - count)
+
+
+def projected_norm(
+    values: torch.Tensor, projection: torch.Tensor, *, block: int = BLOCK
+) -> torch.Tensor:
+    """L1 norm of every value after the output projection, averaged over its query heads.
+
+    How far the value can move the layer's output (CriticalKV, arXiv 2502.03805).
+
+    Parameters
+    ----------
+    values : [n, H, Dv].
+    projection : [hidden, H*G*Dv].
+
+    Returns
+    -------
+    norms : float32 [H, n].
+    """
+    heads, dim = values.shape[1:]
+    hidden = projection.shape[0]
+    group = projection.shape[1] // (heads * dim)
+    by_head = projection.float().view(hidden, heads, group, dim).permute(1, 3, 2, 0).flatten(2)
+    norms = []
+    for part in values.split(max(1, block // (heads * group * hidden))):
+        projected = part.float().transpose(0, 1) @ by_head  # [H, b, G*hidden]
+        norms.append(projected.abs().sum(dim=-1) / group)
+    return torch.cat(norms, dim=1)
+
+
+def projected_norm_reference(values: torch.Tensor, projection: torch.Tensor) -> torch.Tensor:
+    """`projected_norm`, one value and head at a time."""
+    n, heads, dim = values.shape
+    group = projection.shape[1] // (heads * dim)
+    norms = torch.zeros(heads, n)
+    for head in range(heads):
+        for member in range(head * group, (head + 1) * group):
+            columns = projection[:, member * dim : (member + 1) * dim].float()
+            for i in range(n):
+                norms[head, i] += (columns @ values[i, head].float()).abs().sum() / group
+    return norms

@@ -15,12 +15,13 @@ from starlette.responses import JSONResponse, Response
 from kvc_server import knob
 from kvc_server.errors import HANDLERS, ApiError
 from kvc_server.metrics import Metrics, MetricsMiddleware
+from kvc_server.policies import catalogue
 from kvc_server.proxy import Forward, request_headers
 from kvc_server.settings import Settings
 from kvc_server.worker import LocalWorker, RemoteWorker, Worker
 
 INFERENCE = ("/v1/chat/completions", "/v1/completions", "/generate")
-OTHERS = ("/v1/models", "/health", "/readiness", "/metrics")
+OTHERS = ("/v1/models", "/v1/kv_policies", "/health", "/readiness", "/metrics")
 _METRICS_TIMEOUT_S = 5.0
 _TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -68,6 +69,9 @@ def create_app(settings: Settings) -> FastAPI:
     async def models(request: Request) -> Response:
         return forward(request, None)
 
+    async def kv_policies() -> Response:
+        return JSONResponse(catalogue())
+
     async def health() -> Response:
         return JSONResponse({"status": "ok"})
 
@@ -83,7 +87,8 @@ def create_app(settings: Settings) -> FastAPI:
 
     for path in INFERENCE:
         app.add_api_route(path, infer, methods=["POST"])
-    for path, endpoint in zip(OTHERS, (models, health, readiness, metrics_text), strict=True):
+    others = (models, kv_policies, health, readiness, metrics_text)
+    for path, endpoint in zip(OTHERS, others, strict=True):
         app.add_api_route(path, endpoint, methods=["GET"])
     return app
 

@@ -1,4 +1,4 @@
-"""The `sgl-kvc` command: serve a model, show what compression does, plan memory."""
+"""The `sgl-kvc` command: serve a model, show what compression does, plan memory, evaluate."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 
+from kvc_server.evaluation.options import add_options
 from kvc_server.plan import PlanError
 from kvc_server.settings import SettingsError
 from sgl_kvc import __version__
@@ -22,8 +23,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments, worker_args = _split(arguments)
     parser = build_parser()
     options = parser.parse_args(arguments)
-    if worker_args and options.command == "plan":
-        parser.error("plan starts no worker: leave out what follows --")
+    if worker_args and options.command in ("plan", "policies", "profile"):
+        parser.error(f"{options.command} starts no worker: leave out what follows --")
     try:
         return options.run(options, tuple(worker_args))
     except (SettingsError, PlanError) as error:
@@ -54,6 +55,21 @@ def build_parser() -> argparse.ArgumentParser:
     _add_plan(commands.add_parser(
         "plan", help="will it fit?",
         description="How many tokens and requests fit a memory, from a model's config.json.",
+    ))  # fmt: skip
+    _add_policies(commands.add_parser(
+        "policies", help="what can a request ask for?",
+        description="The policies, scorers and apportioners there are, and their parameters.",
+    ))  # fmt: skip
+    _add_profile(commands.add_parser(
+        "profile", help="which heads of a model retrieve?",
+        description="Find a model's retrieval heads on random tokens that are repeated, and "
+        "write them to a file: what the apportioner head-profile needs.",
+    ))  # fmt: skip
+    _add_eval(commands.add_parser(
+        "eval", help="how right are the answers, by policy and rate?",
+        usage="sgl-kvc eval (--url URL | --embedded) [options] [-- SGLang arguments]",
+        description="Ask prompts of known answers at every policy and rate; write scores, "
+        "tables and curves. A rerun goes on where the last one stopped.",
     ))  # fmt: skip
     return parser
 
@@ -121,6 +137,28 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
     add("--kv-dtype", metavar="DTYPE", help="dtype of the cache (default: the model's)")
     add("--json", action="store_true", help="print JSON instead of a table")
     parser.set_defaults(run=_lazily("kvc_server.plan_report"))
+
+
+def _add_policies(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.set_defaults(run=_lazily("kvc_server.policies_report"))
+
+
+def _add_profile(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", required=True, metavar="MODEL", help="a model folder or a Hugging Face id")
+    add("--out", metavar="FILE", help="where to write (default: MODEL/kvc_head_profile.json)")
+    add("--tokens", type=int, default=2500, metavar="N",
+        help="random tokens in a copy, or what the model takes (default: %(default)s)")  # fmt: skip
+    add("--copies", type=int, default=4, metavar="N",
+        help="times they are repeated (default: %(default)s)")  # fmt: skip
+    add("--seed", type=int, default=0, help="which tokens (default: %(default)s)")
+    parser.set_defaults(run=_lazily("kvc_server.profile_report"))
+
+
+def _add_eval(parser: argparse.ArgumentParser) -> None:
+    add_options(parser)
+    parser.set_defaults(run=_lazily("kvc_server.evaluation.command"))
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from kvc_kernels.extend import extend, extend_compressed
 from kvc_kernels.pages import HeadPages, Rows, head_pages
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
+from sgl_kvc.attention.facts import read_facts
 from sgl_kvc.attention.support import check_layer
 
 if TYPE_CHECKING:
@@ -34,11 +35,15 @@ class KvcAttentionBackend(AttentionBackend):
         self.pool: ArenaKVPool = model_runner.token_to_kv_pool
         self.req_to_token = model_runner.req_to_token_pool.req_to_token
         self.segments = self.pool.bind(model_runner.req_to_token_pool)
+        self.pool.facts = read_facts(model_runner)
         self._pages: list[HeadPages] = []
+        self._counted: torch.Tensor | None = None
         self._spans: list[tuple[int, int, int]] = []
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Gather what all layers of this forward share."""
+        counting = self.segments.counts()
+        self._counted = None
         if forward_batch.forward_mode.is_decode_or_idle():
             request = forward_batch.req_pool_indices.long()
             rows = Rows(
@@ -52,6 +57,10 @@ class KvcAttentionBackend(AttentionBackend):
             self._pages = head_pages(
                 rows, self.pool.layer_num, self.pool.head_num, self.pool.page_size
             )
+            if counting:
+                counted = self.segments.counted[request]
+                self.pool.reset_metric(forward_batch.out_cache_loc[counted])
+                self._counted = counted.repeat_interleave(self.pool.head_num)
         else:
             self._spans = list(
                 zip(
@@ -61,6 +70,11 @@ class KvcAttentionBackend(AttentionBackend):
                     strict=True,
                 )
             )
+            first = 0
+            for row, _, new in self._spans if counting else ():
+                if self.segments.counts(row):
+                    self.pool.reset_metric(forward_batch.out_cache_loc[first : first + new])
+                first += new
 
     def forward_decode(
         self,
@@ -80,6 +94,8 @@ class KvcAttentionBackend(AttentionBackend):
             self.pool.flat_v,
             self._pages[layer.layer_id - self.pool.start_layer],
             layer.scaling,
+            None if self._counted is None else self.pool.metric.flatten(0, 2),
+            self._counted,
         )
         return out.to(q.dtype).view(q.shape[0], -1)
 
@@ -115,10 +131,7 @@ class KvcAttentionBackend(AttentionBackend):
         plan = self.pool.plans.get(row)
         if plan is not None:
             local = layer.layer_id - self.pool.start_layer
-            if seq_len == plan.prompt_tokens:
-                plan.observe(local, query, keys, values, layer.scaling)
-            else:
-                plan.keep_queries(local, query)
+            plan.observe(local, query, keys, values, layer.scaling)
         return extend(query, keys, values, layer.scaling)
 
     def _extend_compressed(

@@ -2,39 +2,55 @@
 
 from __future__ import annotations
 
+import dataclasses
+from typing import Any
+
 import torch
 
-from sgl_kvc.policy.base import LayerContext, scorer
+from sgl_kvc.policy.base import LayerContext, ModelFacts, apportioner, scorer
+from sgl_kvc.policy.selection import Selection, select
 from sgl_kvc.spec import CompressionSpec
 
 
 class Plan:
-    """Scores of one prompt, gathered layer by layer while its last chunk is prefilled.
+    """Scores of one prompt, gathered layer by layer while it is prefilled.
 
     Parameters
     ----------
     spec : the request's knob.
-    prompt_tokens : tokens the prefill will have processed when it is done.
+    tokens : token ids of the whole prompt.
     layers : layers this rank holds.
 
     Attributes
     ----------
+    prompt_tokens : tokens the prefill will have processed when it is done.
     segment_blocks : blocks the segment will take.
-    tail_begin : the position S, where the whole blocks of the prompt end.
+    tail_begin : the position S, where the whole blocks of what is compressed end.
+    scored : tokens that are scored. Without a question all of the prompt; else S, and
+        compression comes before the question is read.
     """
 
-    def __init__(self, spec: CompressionSpec, prompt_tokens: int, page_size: int, layers: int):
+    def __init__(
+        self,
+        spec: CompressionSpec,
+        tokens: list[int],
+        page_size: int,
+        layers: int,
+        facts: ModelFacts | None = None,
+    ):
         self.spec = spec
-        self.prompt_tokens = prompt_tokens
-        self.segment_blocks = spec.segment_blocks(prompt_tokens, page_size)
-        self.tail_begin = prompt_tokens // page_size * page_size
-        self._score = scorer(spec.scorer)
+        self.prompt_tokens = len(tokens)
+        self.segment_blocks = spec.segment_blocks(len(tokens), page_size)
+        self.tail_begin = spec.whole_blocks(len(tokens), page_size) * page_size
+        self.scored = self.tail_begin if spec.question_tokens else len(tokens)
+        self._page_size = page_size
+        self._tokens = torch.tensor(tokens[: self.scored], dtype=torch.int64)
+        self._facts = facts or ModelFacts()
+        self._scorer, self._apportioner = scorer(spec), apportioner(spec)
         self._scores: list[torch.Tensor | None] = [None] * layers
+        self._statistics: list[torch.Tensor | None] = [None] * layers
         self._queries: dict[int, torch.Tensor] = {}
-
-    def keep_queries(self, layer: int, queries: torch.Tensor) -> None:
-        """Remember the window's part that a chunk before the last one holds: [t, Hq, D]."""
-        self._queries[layer] = self._window(layer, queries).clone()
+        self._states: dict[int, Any] = {}
 
     def observe(
         self,
@@ -44,23 +60,59 @@ class Plan:
         values: torch.Tensor,
         scale: float,
     ) -> None:
-        """Score one layer of the whole prompt.
+        """Look at one layer of a chunk; after the last one the layer is scored.
 
         Parameters
         ----------
-        queries : [t, H*G, D], the last chunk's.
-        keys, values : [prompt_tokens, H, D] and [prompt_tokens, H, Dv].
+        queries : [t, H*G, D], the chunk's.
+        keys, values : [m, H, D] and [m, H, Dv], all up to the chunk's end.
         """
+        done = keys.shape[0]
+        if done > self.scored:
+            return  # the question
         window = self._window(layer, queries)
-        context = LayerContext(layer, window, keys, values, scale, self.spec)
-        self._scores[layer] = self._score(context)[:, : self.tail_begin]
+        context = LayerContext(
+            layer=layer,
+            layers=len(self._scores),
+            queries=queries,
+            keys=keys,
+            values=values,
+            scale=scale,
+            spec=self.spec,
+            tokens=self._tokens[:done].to(keys.device),
+            kept=self.segment_blocks * self._page_size,
+            facts=self._facts,
+            state=self._states.get(layer),
+        )
+        if self._scorer.observe is not None:
+            self._states[layer] = self._scorer.observe(context)
+        if done < self.scored:
+            self._queries[layer] = window.clone()
+            return
+        context = dataclasses.replace(context, queries=window, state=self._states.pop(layer, None))
+        self._scores[layer] = self._scorer.run(context)
+        if self._apportioner.observe is not None:
+            self._statistics[layer] = self._apportioner.observe(context)
         self._queries.pop(layer, None)
 
     def scores(self) -> torch.Tensor:
-        """float32 [L, H, S]. Raises RuntimeError while a layer is missing."""
+        """float32 [L, H, scored]. Raises RuntimeError while a layer is missing."""
         if any(layer is None for layer in self._scores):
             raise RuntimeError("scores asked for before every layer was observed")
         return torch.stack(self._scores).float()
+
+    def select(self) -> Selection:
+        """What the heads keep. Raises RuntimeError while a layer is missing."""
+        observed = self._apportioner.observe is not None
+        return select(
+            self.scores()[..., : self.tail_begin].contiguous(),
+            self.spec,
+            self.segment_blocks,
+            self._page_size,
+            tail=self.scored - self.tail_begin,
+            statistics=torch.stack(self._statistics) if observed else None,
+            facts=self._facts,
+        )
 
     def _window(self, layer: int, queries: torch.Tensor) -> torch.Tensor:
         earlier = self._queries.get(layer)

@@ -10,20 +10,22 @@ from __future__ import annotations
 import logging
 
 import torch
-from kvc_kernels.compact import compact
+from kvc_kernels.compact import compact, move
+from kvc_kernels.pages import Rows, head_pages
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.common import evict_from_tree_cache
+from sglang.srt.mem_cache.common import evict_from_tree_cache, maybe_cache_unfinished_req
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
 from sgl_kvc import report
 from sgl_kvc.cache.plan import Plan
-from sgl_kvc.policy.selection import select
+from sgl_kvc.policy.base import FactsError, ModelFacts
+from sgl_kvc.policy.catalog import methods
+from sgl_kvc.policy.selection import Selection, select
 from sgl_kvc.pool.arena import ArenaKVPool
 from sgl_kvc.spec import CUSTOM_PARAM, CompressionSpec, parse
 
 logger = logging.getLogger(__name__)
-
 
 
 class CompressingRadixCache(RadixCache):
@@ -32,7 +34,7 @@ class CompressingRadixCache(RadixCache):
     Attributes
     ----------
     plans : prompts being prefilled that will be compressed, by request row. The attention
-        backend feeds them scores.
+        backend lets them look at every chunk.
     """
 
     def __init__(self, params: CacheInitParams):
@@ -55,41 +57,70 @@ class CompressingRadixCache(RadixCache):
 
         Sets ``req.kvc_report`` and, if it will be, ``plans[req.req_pool_idx]``.
         """
-        prompt_tokens = len(req.full_untruncated_fill_ids)
-        plan = self.plans.get(req.req_pool_idx)
-        if plan is not None and plan.prompt_tokens == prompt_tokens:
+        row = req.req_pool_idx
+        if row in self.plans or self.pool.segments.begin(row) is not None:
             return  # a later chunk of the same prompt
-        spec = spec_of(req)
-        skipped = None if spec.off else self._reason_to_skip(req, spec, prompt_tokens)
+        spec, tokens = spec_of(req), compressible(req)
+        skipped = None if spec.off else self._reason_to_skip(req, spec, len(tokens))
         if not spec.off and skipped is None:
-            self.plans[req.req_pool_idx] = Plan(
-                spec, prompt_tokens, self.page_size, self.pool.layer_num
+            self.plans[row] = Plan(
+                spec, tokens, self.page_size, self.pool.layer_num, self.pool.facts
             )
             skipped = "the request ended before its first token was decoded"
-        req.kvc_report = report.uncompressed(prompt_tokens, self.block, skipped)
+        req.kvc_report = report.uncompressed(len(tokens), self.block, skipped)
+
+    def room_before_question(self, req) -> int | None:
+        """Tokens of `req` to be prefilled before it is compressed and its question read.
+
+        None where a chunk need not stop: no question apart, or compressed already.
+        """
+        spec = spec_of(req)
+        if spec.off or not spec.question_tokens:
+            return None
+        tokens = len(compressible(req))
+        if self._reason_to_skip(req, spec, tokens) is not None:
+            return None
+        room = spec.whole_blocks(tokens, self.page_size) * self.page_size
+        room -= len(req.prefix_indices)
+        return room if room > 0 else None
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         """Match at most the prompt minus the window when the request will be compressed.
 
-        Its last `window` queries have to be computed, and a request's result must not
+        The queries its scores need have to be computed, and a request's result must not
         depend on what others left in the cache.
         """
         req = params.req
         if req is not None:
             spec, key = spec_of(req), params.key
-            tokens = len(key.token_ids)
+            tokens = len(compressible(req))
             if not spec.off and spec.reason_to_skip(tokens, self.page_size) is None:
-                limit = max(0, min(len(key), tokens - spec.window))
+                if spec.question_tokens:
+                    tokens = spec.whole_blocks(tokens, self.page_size) * self.page_size
+                limit = 0 if spec.all_queries else max(0, min(len(key), tokens - spec.window))
                 params.key = RadixKey(key.token_ids, key.extra_key, key.is_bigram, limit)
         return super().match_prefix(params)
 
     def cache_unfinished_req(self, req, chunked: bool = False) -> None:
-        """Insert what was prefilled into the tree; compress after the last chunk."""
+        """Insert what was prefilled into the tree; compress after the last chunk.
+
+        The last chunk of what is compressed: a question may follow. What follows is the
+        request's own and stays out of the tree, whose prefixes are not compressed.
+        """
+        row, done = req.req_pool_idx, len(req.get_fill_ids())
+        if self.pool.segments.begin(row) is not None:
+            req.prefix_indices = self._row(row, done)
+            return
         super().cache_unfinished_req(req, chunked=chunked)
-        if not chunked:
-            plan = self.plans.pop(req.req_pool_idx, None)
-            if plan is not None:
-                self._compress(req, plan)
+        plan = self.plans.get(row)
+        if plan is not None and done >= plan.scored:
+            del self.plans[row]
+            self._compress(req, plan)
+            if self.pool.segments.begin(row) is not None:
+                req.prefix_indices = self._row(row, done)
+        elif not chunked and plan is None and done < self.page_size and self._goes_on(req):
+            self.pool.segments.count(row)
+            self.pool.reset_metric(self._row(row, done))
 
     def cache_finished_req(
         self, req, is_insert: bool = True, *, kv_len_to_handle: int
@@ -98,12 +129,18 @@ class CompressingRadixCache(RadixCache):
         row = req.req_pool_idx
         self.plans.pop(row, None)
         begin = self.pool.segments.begin(row)
+        if self.pool.segments.counts(row):
+            self._note_peak(req, kv_len_to_handle)
         if begin is None:
+            self.pool.segments.clear(row)
             super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
             return
         owned = self.req_to_token_pool.req_to_token[row, begin:kv_len_to_handle]
         self.token_to_kv_pool_allocator.free_segment(owned, start_pos=begin)
         self.pool.segments.clear(row)
+
+    def _row(self, row: int, tokens: int) -> torch.Tensor:
+        return self.req_to_token_pool.req_to_token[row, :tokens].to(torch.int64, copy=True)
 
     def take_released(self) -> bool:
         """Whether compression has freed memory since this was last asked."""
@@ -112,12 +149,17 @@ class CompressingRadixCache(RadixCache):
 
     # ----------------------------------------------------------------------- compression
 
+    def _goes_on(self, req) -> bool:
+        """Whether `req` asked to be compressed again during decode, and can be."""
+        return bool(spec_of(req).recompress_every) and not self.disable and req.session is None
+
     def _reason_to_skip(self, req, spec: CompressionSpec, prompt_tokens: int) -> str | None:
         if self.disable:
             return "the server's prefix cache is disabled"
         if req.session is not None:
             return "the request belongs to a session"
-        return spec.reason_to_skip(prompt_tokens, self.page_size)
+        reason = spec.reason_to_skip(prompt_tokens, self.page_size)
+        return reason or missing_facts(spec, self.pool.facts)
 
     def _compress(self, req, plan: Plan) -> None:
         """Copy what is worth keeping into own blocks, and let go of the tree's copy."""
@@ -128,7 +170,7 @@ class CompressingRadixCache(RadixCache):
         if segment is None:
             req.kvc_report["skipped"] = "no free blocks to compress into"
             return
-        selection = select(plan.scores(), plan.spec, blocks, self.page_size)
+        selection = plan.select()
         slots = self.req_to_token_pool.req_to_token[row]
         source = slots[: plan.tail_begin].clone()
         target = segment[:: self.page_size] // self.page_size
@@ -136,6 +178,9 @@ class CompressingRadixCache(RadixCache):
             compact(arena, source, selection.positions, selection.pages, target)
 
         begin = plan.tail_begin - tokens
+        if plan.spec.recompress_every:
+            self._start_metric(plan, selection, target, slots[plan.tail_begin : plan.scored])
+            self.pool.segments.count(row)
         slots[:begin] = 0
         slots[begin : plan.tail_begin] = segment.to(slots.dtype)
         self.pool.segments.set(row, begin, plan.tail_begin, selection.pages)
@@ -143,7 +188,6 @@ class CompressingRadixCache(RadixCache):
         self._released = True
         req.last_node = self.root_node
         req.cache_protected_len = begin
-        req.prefix_indices = torch.empty((0,), dtype=torch.int64, device=segment.device)
         req.kvc_report = report.compressed(
             plan.spec.policy,
             plan.spec.rate,
@@ -152,6 +196,139 @@ class CompressingRadixCache(RadixCache):
             selection.pages.tolist(),
             self.block,
         )
+
+
+    # ------------------------------------------------------------- compression in decode
+
+    def compress_due(self, req) -> None:
+        """Before a decode step of `req`: compress its prompt, or what it holds again, if due."""
+        if req.req_pool_idx in self.plans:
+            if req.sampling_params.max_new_tokens > 1:
+                maybe_cache_unfinished_req(req, self)
+        elif self.pool.segments.counts(req.req_pool_idx):
+            self._recompress(req)
+
+    def _recompress(self, req) -> None:
+        """Compress segment and tail again if enough was decoded.
+
+        Its KVs are ranked by their metric: their scores from prefill plus the squared
+        attention every decode step gave them (arXiv 2410.00161, eq. 20).
+        """
+        row, page, segments = req.req_pool_idx, self.page_size, self.pool.segments
+        spec, length = spec_of(req), req.kv_committed_len
+        begin, tail, end = segments.begin(row) or 0, segments.tail(row), length // page * page
+        blocks = spec.blocks_for(end // page, page)
+        if end - tail < max(page, spec.recompress_every) or blocks * page >= end - begin:
+            return
+        self._note_peak(req, length)
+        evict_from_tree_cache(self, blocks * page)
+        segment = self.token_to_kv_pool_allocator.alloc(blocks * page)
+        if segment is None:
+            return  # there may be room at a later step
+        held, first = self._held_pages(row, end)
+        scores = self.pool.metric.flatten(0, 2)[held]
+        scores[torch.arange(held.shape[1], device=held.device) < first[:, None]] = -torch.inf
+        layers, heads = self.pool.layer_num, self.pool.head_num
+        selection = select(
+            scores.view(layers, heads, -1),
+            spec,
+            blocks,
+            page,
+            tail=length - end,
+            first=first * page,
+            facts=self.pool.facts,
+        )
+        head = torch.repeat_interleave(
+            torch.arange(layers * heads, device=held.device), selection.pages * page
+        )
+        source, offset = held[head, selection.positions // page], selection.positions % page
+        target = segment[::page] // page
+        for arena in (self.pool.arena_k, self.pool.arena_v, self.pool.metric):
+            move(arena, source, offset, target)
+
+        slots, new_begin = self.req_to_token_pool.req_to_token[row], end - blocks * page
+        self.token_to_kv_pool_allocator.free_segment(slots[begin:end].clone(), start_pos=begin)
+        slots[begin:new_begin] = 0
+        slots[new_begin:end] = segment.to(slots.dtype)
+        segments.set(row, new_begin, end, selection.pages)
+        self._released = True
+        req.cache_protected_len = new_begin
+        req.kvc_report["decode"]["recompressed"] += 1
+
+    def _held_pages(self, row: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """The full pages of every head of a row up to `end`, at the end of a rectangle.
+
+        Returns
+        -------
+        pages : int64 [L * H, C], page ids in the arena's flat view; 0 before `first`.
+        first : int64 [L * H], where each head's pages begin.
+        """
+        segments, device = self.pool.segments, self.pool.arena_k.device
+        index = torch.tensor([row], device=device)
+        rows = Rows(
+            self.req_to_token_pool.req_to_token,
+            index,
+            torch.tensor([end], device=device),
+            segments.segment_begin[index],
+            segments.tail_begin[index],
+            segments.page_start[index],
+        )
+        by_layer = head_pages(rows, self.pool.layer_num, self.pool.head_num, self.page_size)
+        count = torch.cat([pages.count for pages in by_layer])
+        most = int(count.max())
+        first = most - count
+        held = torch.zeros((len(count), most), dtype=torch.int64, device=device)
+        held[torch.arange(most, device=device) >= first[:, None]] = torch.cat(
+            [pages.page for pages in by_layer]
+        )
+        return held, first
+
+    def _start_metric(
+        self, plan: Plan, selection: Selection, target: torch.Tensor, tail: torch.Tensor
+    ) -> None:
+        """The metric begins with the prompt's scores: of what was kept, and of its tail."""
+        scores, page = plan.scores(), self.page_size
+        layers, heads, _ = scores.shape
+        head = torch.repeat_interleave(
+            torch.arange(layers * heads, device=scores.device), selection.pages * page
+        )
+        kept = scores.flatten(0, 1)[head, selection.positions]
+        self.pool.metric[target] = kept.view(-1, layers, heads, page)
+        tail = tail.long()
+        self.pool.metric[tail // page, :, :, tail % page] = scores[..., plan.tail_begin :].permute(
+            2, 0, 1
+        )
+
+    def _note_peak(self, req, length: int) -> None:
+        """Report the most KVs a head held on average, now that it holds most."""
+        begin = self.pool.segments.begin(req.req_pool_idx) or 0
+        decode = req.kvc_report.setdefault("decode", {"recompressed": 0, "kept_per_head_peak": 0})
+        decode["kept_per_head_peak"] = max(decode["kept_per_head_peak"], length - begin)
+
+
+def missing_facts(spec: CompressionSpec, facts: ModelFacts) -> str | None:
+    """What the policy of a request needs and the model has not, in a sentence."""
+    used = (methods("scorers")[spec.scorer], methods("apportioners")[spec.apportioner])
+    for method in used:
+        for need in method.needs:
+            try:
+                known = getattr(facts, need) is not None
+            except FactsError as error:
+                return str(error)
+            if not known:
+                return f"{method.name} needs the model's {need.replace('_', ' ')}; there is none"
+    return None
+
+
+def compressible(req) -> list[int]:
+    """Token ids that the knob of a request is about: what is prefilled.
+
+    After a retraction that includes what was generated, unless a question is kept apart: it
+    stays where it was.
+    """
+    if spec_of(req).question_tokens:
+        return req.origin_input_ids
+    return req.full_untruncated_fill_ids
 
 
 def spec_of(req) -> CompressionSpec:

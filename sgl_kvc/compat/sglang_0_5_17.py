@@ -48,6 +48,45 @@ def plan_requests(_result: Any, batch) -> None:
             plan(req)
 
 
+def compress_due(batch) -> None:
+    """``ScheduleBatch.prepare_for_decode``: every KV of the batch is stored or on its way.
+
+    With overlap, SGLang prepares the first decode step before it looks at the prefill's result.
+    A request is compressed here then, so that what this step reads does not depend on timing.
+    """
+    due = getattr(batch.tree_cache, "compress_due", None)
+    if due is not None:
+        for req in batch.reqs:
+            due(req)
+
+
+def stop_before_question(original, adder, req, **kwargs: Any) -> Any:
+    """``PrefillAdder.add_one_req``, ``.add_chunked_req``: a chunk ends where the question begins.
+
+    The request is compressed there, and the next chunk reads the question over what is left.
+    Only one request of a batch may be cut (SGLang keeps one `chunked_req`), so another that
+    would be has to wait for the next batch.
+    """
+    room = getattr(adder.tree_cache, "room_before_question", lambda _req: None)(req)
+    first_chunk = "has_chunked_req" in kwargs  # add_one_req is told whether one is cut already
+    limit = adder.rem_chunk_tokens
+    if first_chunk and (kwargs["has_chunked_req"] or adder.new_chunked_req is not None):
+        tokens = len(req.full_untruncated_fill_ids) - len(req.prefix_indices)
+        if room is not None or (limit is not None and adder.ceil_paged_tokens(tokens) > limit):
+            from sglang.srt.managers.schedule_policy import AddReqResult
+
+            return AddReqResult.OTHER
+    if room is None or (limit is not None and limit <= room):
+        return original(adder, req, **kwargs)
+    adder.rem_chunk_tokens, added = room, len(adder.can_run_list)
+    try:
+        result = original(adder, req, **kwargs)
+    finally:
+        used = room - adder.rem_chunk_tokens
+        adder.rem_chunk_tokens = None if limit is None else limit - used
+    return adder.budget_state() if first_chunk and len(adder.can_run_list) > added else result
+
+
 def admit_more(_result: Any, scheduler, *_args: Any) -> None:
     """``Scheduler.process_batch_result``: compression made room, so the batch is not full.
 
@@ -130,6 +169,21 @@ HOOKS = [
         "AFTER",
         plan_requests,
         "the attention backend sees rows, not requests",
+    ),
+    Hook(
+        "sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_decode",
+        "BEFORE",
+        compress_due,
+        "compression after prefill must not miss the first step, and that in decode has its times",
+    ),
+    *(
+        Hook(
+            f"sglang.srt.managers.schedule_policy.PrefillAdder.{method}",
+            "AROUND",
+            stop_before_question,
+            "chunks are cut by budget alone, and a question apart is read after compression",
+        )
+        for method in ("add_one_req", "add_chunked_req")
     ),
     Hook(
         "sglang.srt.managers.scheduler.Scheduler.process_batch_result",

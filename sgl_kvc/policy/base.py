@@ -1,58 +1,135 @@
 """What a scorer and an apportioner are: the contract, and finding them by name.
 
 A method is one file, named after it, in ``scorers/`` or ``apportioners/``; the file's name
-with dashes is the name a request uses. See docs/structure.md for how to add one.
+with dashes is the name a request uses. docs/adding-a-policy.md shows how to write one.
+
+A scorer's file holds ``score(context, **parameters) -> float32 [H, n]``, finite: how much each
+key of each head should be kept. One that looks at every query of the prompt also holds
+``observe(context, **parameters)``: it is called for every chunk of the prompt in order and
+returns what the next call, and at last ``score``, finds in ``context.state``.
+
+An apportioner's file holds ``apportion(context, **parameters) -> int64 [L, H]``, pages per head:
+at least 1, at most C, summing to ``context.total``. It may hold ``observe(layer_context,
+**parameters) -> float32 [K]``, called once a layer beside the scorer; the results are stacked
+in ``context.statistics``.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
+from sgl_kvc.policy.catalog import methods
 from sgl_kvc.spec import CompressionSpec
+
+
+class FactsError(ValueError):
+    """Facts about a model that cannot be used. The message names their file and says why."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelFacts:
+    """What methods may know about the model. None where the model or server has no such thing.
+
+    Attributes
+    ----------
+    cos_sin : float32 [positions, R], the rotary embedding's cosines, then sines, of R/2 angles;
+        R <= D dims are rotated.
+    neox : whether rotation pairs dim i with i + R/2 (else 2i with 2i + 1).
+    output_projection : per layer [hidden, H*G*Dv], the weight applied to attention's output.
+    special_tokens, punctuation : int64, token ids of each class.
+    head_profile : float32 [L, H] in [0, 1], how much a head retrieves (docs/adding-a-policy.md).
+    """
+
+    cos_sin: torch.Tensor | None = None
+    neox: bool = True
+    output_projection: list[torch.Tensor] | None = None
+    special_tokens: torch.Tensor | None = None
+    punctuation: torch.Tensor | None = None
+    head_profile: torch.Tensor | None = None
 
 
 @dataclasses.dataclass(frozen=True)
 class LayerContext:
-    """What a scorer sees of one layer of one prompt of ``n`` tokens.
+    """What a scorer sees of one layer of what is compressed, ``n`` tokens.
 
     Attributes
     ----------
-    layer : index among the layers this rank holds.
-    queries : [w, H*G, D], the last ``w = min(spec.window, n)`` queries, rotated.
-    keys, values : [n, H, D] and [n, H, Dv], rotated keys.
+    layer, layers : index among the layers this rank holds, and their number.
+    queries : [w, H*G, D], the last ``w = min(spec.window, n)`` queries, rotated; query head
+        ``h*G + g`` reads KV head ``h``. For ``observe``, the chunk's.
+    keys, values : [n, H, D] and [n, H, Dv], rotated keys; the queries are those of the last
+        positions. For ``observe``, up to the chunk's end.
     scale : factor on the attention logits.
     spec : the request's knob.
+    tokens : int64 [n], token ids.
+    kept : KVs a head keeps on average.
+    facts : about the model.
+    state : what ``observe`` returned for the chunk before; None for the first.
     """
 
     layer: int
+    layers: int
     queries: torch.Tensor
     keys: torch.Tensor
     values: torch.Tensor
     scale: float
     spec: CompressionSpec
+    tokens: torch.Tensor
+    kept: int
+    facts: ModelFacts = ModelFacts()
+    state: Any = None
 
 
-#: score(context) -> float32 [H, n], finite: how much each key of each head should be kept.
-Scorer = Callable[[LayerContext], torch.Tensor]
+@dataclasses.dataclass(frozen=True)
+class PagesContext:
+    """What an apportioner sees.
 
-#: apportion(page_scores [L, H, C], total) -> int64 [L, H], pages per head: at least 1, at
-#: most C, summing to `total`. `page_scores` descend along the last axis.
-Apportioner = Callable[[torch.Tensor, int], torch.Tensor]
+    Attributes
+    ----------
+    page_scores : float32 [L, H, C], the best score in each page, descending; protected
+        positions are above all others.
+    total : pages there are to give, a multiple of L * H.
+    page_size : KVs in a page.
+    statistics : float32 [L, K], what the apportioner's ``observe`` said of each layer.
+    facts : about the model.
+    """
+
+    page_scores: torch.Tensor
+    total: int
+    page_size: int
+    statistics: torch.Tensor | None = None
+    facts: ModelFacts = ModelFacts()
 
 
-def scorer(name: str) -> Scorer:
-    """The ``score`` function of ``scorers/<name>.py``."""
-    return _method("scorers", name).score
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """A scorer or an apportioner with a request's parameters; `observe` is None if it has none."""
+
+    run: Callable[[Any], torch.Tensor]
+    observe: Callable[[LayerContext], Any] | None
 
 
-def apportioner(name: str) -> Apportioner:
-    """The ``apportion`` function of ``apportioners/<name>.py``."""
-    return _method("apportioners", name).apportion
+def scorer(spec: CompressionSpec) -> Method:
+    """The scorer a request asked for."""
+    return _method("scorers", spec.scorer, "score", spec)
 
 
-def _method(family: str, name: str):
-    return importlib.import_module(f"sgl_kvc.policy.{family}.{name.replace('-', '_')}")
+def apportioner(spec: CompressionSpec) -> Method:
+    """The apportioner a request asked for."""
+    return _method("apportioners", spec.apportioner, "apportion", spec)
+
+
+def _method(family: str, name: str, function: str, spec: CompressionSpec) -> Method:
+    module = importlib.import_module(f"sgl_kvc.policy.{family}.{name.replace('-', '_')}")
+    own = methods(family)[name].parameters
+    parameters = {key: spec.parameters.get(key, p.default) for key, p in own.items()}
+    run, observe = getattr(module, function), getattr(module, "observe", None)
+    return Method(
+        functools.partial(run, **parameters), observe and functools.partial(observe, **parameters)
+    )

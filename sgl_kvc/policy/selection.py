@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from kvc_kernels.select import kept_positions, rank_pages
 
-from sgl_kvc.policy.base import apportioner
+from sgl_kvc.policy.base import ModelFacts, PagesContext, apportioner
 from sgl_kvc.spec import CompressionSpec
 
 #: Above every score; falls towards the end of the protected positions so that, should the
@@ -30,31 +30,66 @@ class Selection:
 
 
 def select(
-    scores: torch.Tensor, spec: CompressionSpec, segment_blocks: int, page_size: int
+    scores: torch.Tensor,
+    spec: CompressionSpec,
+    segment_blocks: int,
+    page_size: int,
+    *,
+    tail: int = 0,
+    first: torch.Tensor | None = None,
+    statistics: torch.Tensor | None = None,
+    facts: ModelFacts | None = None,
 ) -> Selection:
     """Choose what fills `segment_blocks` blocks (arXiv 2410.00161, algorithm 1).
 
     Parameters
     ----------
-    scores : float32 [L, H, S], finite; S is a multiple of `page_size`. Overwritten.
+    scores : float32 [L, H, S]; S is a multiple of `page_size`. Overwritten.
     segment_blocks : whole blocks the segment gets, at most S / page_size.
+    tail : tokens of what is compressed that lie behind S; they are kept in any case, and are
+        the last of the `spec.recent` that are protected.
+    first : int64 [L * H], where each head's KVs begin, a multiple of `page_size`; scores before
+        it are -inf and never chosen. None is zeros.
+    statistics : float32 [L, K] for the apportioner (`PagesContext`).
     """
     layers, heads, total = scores.shape
-    protect(scores, spec.sinks, page_size)
+    protect(scores, spec.sinks, spec.recent - tail, first)
     order, page_scores = rank_pages(scores.view(layers * heads, total), page_size)
-    pages = apportioner(spec.apportioner)(
-        page_scores.view(layers, heads, -1), segment_blocks * layers * heads
-    ).flatten()
+    context = PagesContext(
+        page_scores.view(layers, heads, -1),
+        segment_blocks * layers * heads,
+        page_size,
+        statistics,
+        facts or ModelFacts(),
+    )
+    pages = apportioner(spec).run(context).flatten()
     return Selection(pages, kept_positions(order, pages, page_size))
 
 
-def protect(scores: torch.Tensor, sinks: int, page_size: int) -> None:
-    """Lift the first `sinks` positions and the last page above every score, in place.
+def protect(
+    scores: torch.Tensor, sinks: int, recent: int, first: torch.Tensor | None = None
+) -> None:
+    """Lift the first `sinks` and the last `recent` positions above every score, in place.
 
-    Attention sinks: arXiv 2309.17453. The last page: what was read just before the answer.
+    Attention sinks: arXiv 2309.17453. Recent ones: what was read just before the answer.
+
+    Parameters
+    ----------
+    scores : float32 [L, H, S].
+    first : int64 [L * H], where each head's KVs begin; None is zeros.
     """
     total = scores.shape[-1]
-    sinks = min(sinks, total)
     rank = torch.arange(total, device=scores.device, dtype=scores.dtype)
-    scores[..., total - page_size :] = _PROTECTED * (1 + rank[-page_size:] / total)
-    scores[..., :sinks] = _PROTECTED * (3 - rank[:sinks] / total)
+    last = slice(max(0, total - max(0, recent)), total)
+    protected = _PROTECTED * (1 + rank[last] / total)
+    if first is None:
+        scores[..., last] = protected
+        sinks = min(sinks, total)
+        scores[..., :sinks] = _PROTECTED * (3 - rank[:sinks] / total)
+        return
+    held = total - first.view(*scores.shape[:2], 1)
+    nth = rank - (total - held)
+    scores[..., last] = torch.where(nth[..., last] >= 0, protected, -torch.inf)
+    torch.where(
+        (nth >= 0) & (nth < sinks), _PROTECTED * (3 - nth / total), scores, out=scores
+    )

@@ -7,6 +7,7 @@ request owns holds the same ``L * H`` head pages in another order (docs/design.m
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +15,7 @@ from kvc_kernels.store import store
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 
+from sgl_kvc.policy.base import ModelFacts
 from sgl_kvc.pool.segments import SegmentTable
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ class ArenaKVPool(MHATokenToKVPool):
     segments : the compression state of every request row; set by `bind`.
     plans : by request row, prompts being prefilled that will be compressed: the radix
         cache makes them, the attention backend feeds them, the radix cache uses them up.
+    facts : about the model, for the policies; set by the attention backend.
     """
 
     segments: SegmentTable
@@ -37,6 +40,7 @@ class ArenaKVPool(MHATokenToKVPool):
     def __init__(self, *args, kv_cache_layout: str | None = None, **kwargs):
         super().__init__(*args, kv_cache_layout="head_pages", **kwargs)
         self.plans: dict[int, Plan] = {}
+        self.facts = ModelFacts()
 
     def bind(self, req_to_token_pool: ReqToTokenPool) -> SegmentTable:
         """Create the segment table for the rows of `req_to_token_pool`; once per engine."""
@@ -46,6 +50,18 @@ class ArenaKVPool(MHATokenToKVPool):
             device=self.device,
         )
         return self.segments
+
+    @functools.cached_property
+    def metric(self) -> torch.Tensor:
+        """float32 [num_blocks, L, H, P]: what each KV counts for when decode compresses again.
+
+        Made by the first request that asks for it; 4 bytes a KV of a head.
+        """
+        return torch.zeros(self.arena_k.shape[:-1], device=self.arena_k.device)
+
+    def reset_metric(self, slots: torch.Tensor) -> None:
+        """Zero the metric of every layer and head at `slots` ([n]) of canonical blocks."""
+        self.metric[slots // self.page_size, :, :, slots % self.page_size] = 0
 
     @property
     def block_bytes(self) -> int:

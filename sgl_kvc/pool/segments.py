@@ -21,13 +21,18 @@ class SegmentTable:
     ----------
     segment_begin, tail_begin : int64 [rows], the positions F and S.
     page_start : int64 [rows, heads + 1], first page of every head within the segment.
+    counted : bool [rows], whether decode adds to the metric of the row's KVs.
     """
 
     def __init__(self, rows: int, heads: int, device: str | torch.device):
         self.segment_begin = torch.zeros(rows, dtype=torch.int64, device=device)
         self.tail_begin = torch.zeros(rows, dtype=torch.int64, device=device)
         self.page_start = torch.zeros(rows, heads + 1, dtype=torch.int64, device=device)
-        self._begin: dict[int, int] = {}  # host copy of segment_begin, compressed rows only
+        self.counted = torch.zeros(rows, dtype=torch.bool, device=device)
+        # Host copies, so that nothing has to ask the device.
+        self._begin: dict[int, int] = {}  # segment_begin of compressed rows
+        self._tail: dict[int, int] = {}  # tail_begin of compressed rows
+        self._counted: set[int] = set()
 
     def set(self, row: int, segment_begin: int, tail_begin: int, pages: torch.Tensor) -> None:
         """Record that `row` is compressed.
@@ -41,6 +46,20 @@ class SegmentTable:
         self.tail_begin[row] = tail_begin
         self.page_start[row, 1:] = pages.cumsum(0)
         self._begin[row] = segment_begin
+        self._tail[row] = tail_begin
+
+    def count(self, row: int) -> None:
+        """Have decode add to the metric of `row`'s KVs until it is cleared."""
+        self.counted[row] = True
+        self._counted.add(row)
+
+    def counts(self, row: int | None = None) -> bool:
+        """Whether `row`, or any row, is counted."""
+        return row in self._counted if row is not None else bool(self._counted)
+
+    def tail(self, row: int) -> int:
+        """S of a row, 0 of an uncompressed one; without asking the device."""
+        return self._tail.get(row, 0)
 
     def begin(self, row: int) -> int | None:
         """F of a compressed row, None for an uncompressed one; without asking the device."""
@@ -48,6 +67,10 @@ class SegmentTable:
 
     def clear(self, row: int) -> None:
         """Make `row` uncompressed again."""
+        if row in self._counted:
+            self._counted.discard(row)
+            self.counted[row] = False
+        self._tail.pop(row, None)
         if self._begin.pop(row, None) is not None:
             self.segment_begin[row] = 0
             self.tail_begin[row] = 0
@@ -58,7 +81,9 @@ class SegmentTable:
         self.segment_begin.zero_()
         self.tail_begin.zero_()
         self.page_start.zero_()
-        self._begin.clear()
+        self.counted.zero_()
+        for state in (self._begin, self._tail, self._counted):
+            state.clear()
 
     def check_integrity(self, page_size: int) -> None:
         """Raise AssertionError unless every row's state is one the addressing rule allows."""
@@ -66,6 +91,8 @@ class SegmentTable:
         for row in range(len(self.segment_begin)):
             begin, end = int(self.segment_begin[row]), int(self.tail_begin[row])
             pages = self.page_start[row].diff()
+            assert bool(self.counted[row]) == (row in self._counted), f"row {row}: counted"
+            assert self._tail.get(row, 0) == end, f"row {row}: S={end}"
             if row not in self._begin:
                 assert begin == end == 0, f"row {row}: state without a segment"
                 assert int(self.page_start[row].abs().max()) == 0, f"row {row}: pages left"

@@ -7,7 +7,7 @@ import math
 import httpx
 import pytest
 
-from sgl_kvc.spec import PRESETS
+from sgl_kvc.policy.presets import PRESETS
 from tests.engine.conftest import prompt
 
 BLOCK = 16

@@ -118,6 +118,28 @@ def test_decode(case, group, dtype):
                 )
 
 
+@pytest.mark.parametrize("case", RAGGED)
+def test_decode_counts_squared_attention(case):
+    """Only where asked, on top of what was there, and never for KVs that are not read."""
+    segments, tails = RAGGED[case]
+    layers, heads, group, page, dim = 2, 3, 2, 8, 16
+    batch = build(
+        segments, tails, layers=layers, heads=heads, page=page, dim=dim, dtype=torch.float32
+    )
+    query = torch.randn(len(tails), heads * group, dim)
+    flat_k, flat_v = batch.arena_k.view(-1, page, dim), batch.arena_v.view(-1, page, dim)
+    counted = (torch.arange(len(tails)) % 2 == 1).repeat_interleave(heads)
+    start = torch.rand(flat_k.shape[:2])
+    for pages in head_pages(batch.rows, layers, heads, page):
+        got, expected = start.clone(), start.clone()
+        decode(query, flat_k, flat_v, pages, dim**-0.5, got, counted)
+        decode_reference(query, flat_k, flat_v, pages, dim**-0.5, expected, counted)
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+        assert (got != start).any() == bool(pages.count[counted].sum())
+        others = pages.page[~counted[pages.owner]]
+        assert torch.equal(got[others], start[others])
+
+
 @pytest.mark.parametrize("group", [1, 4])
 @pytest.mark.parametrize(("prefix", "new"), [(0, 1), (0, 9), (5, 1), (16, 7)])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)

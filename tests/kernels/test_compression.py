@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvc_kernels.compact import compact, compact_reference
-from kvc_kernels.score import max_pool, window_attention, window_attention_reference
+from kvc_kernels.score import pool_neighbours, window_attention, window_attention_reference
 from kvc_kernels.select import kept_positions, kept_positions_reference, rank_pages
 from kvc_kernels.store import store
 
@@ -30,10 +30,11 @@ def test_attention_of_one_query_sums_to_its_group():
     torch.testing.assert_close(scores.sum(-1), torch.full((2,), 3.0))
 
 
-def test_max_pool_lifts_neighbours():
-    scores = torch.tensor([[0.0, 0.0, 5.0, 0.0, 0.0, 1.0]])
-    assert max_pool(scores, 3).tolist() == [[0, 5, 5, 5, 1, 1]]
-    assert max_pool(scores, 1).tolist() == scores.tolist()
+def test_pooling_lifts_neighbours():
+    scores = torch.tensor([[0.0, 0.0, 6.0, 0.0, 0.0, 3.0]])
+    assert pool_neighbours(scores, 3).tolist() == [[0, 6, 6, 6, 3, 3]]
+    assert pool_neighbours(scores, 3, "mean").tolist() == [[0, 2, 2, 2, 1, 1]]
+    assert pool_neighbours(scores, 1).tolist() == scores.tolist()
 
 
 @settings(max_examples=60, deadline=None)

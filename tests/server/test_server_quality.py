@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
-import argparse
-import asyncio
+import json
+from pathlib import Path
 
-from bench import quality
+from gateways import Gateway
+from kvc_server.cli import main
+
+TASKS = ("single", "needles8", "needles32")
+N = 32  # a task
 
 
-def test_rate_eight_answers_as_well_as_uncompressed(gateway):
-    args = argparse.Namespace(
-        tasks=["single", "needles8", "needles32"],
-        policies=["kv-compress", "random"],
-        rates=[8],
-        n=32,
-        tokens=1024,
-    )
-    records = asyncio.run(quality.measure(gateway.url, args))
-    accuracy = {(r["task"], r["policy"]): r["accuracy"] for r in records}
-    assert all(r["skipped"] == 0 for r in records)
-    for task in args.tasks:
-        assert accuracy[task, "off"] >= 0.9
-        assert accuracy[task, "kv-compress"] >= 0.97 * accuracy[task, "off"] - 1 / args.n
-        assert accuracy[task, "random"] <= 0.5, "the test can tell policies apart"
+def test_rate_eight_answers_as_well_as_uncompressed(gateway: Gateway, tmp_path: Path) -> None:
+    assert main([
+        "eval", "--url", gateway.url, "--suite", "recall", "--tasks", *TASKS, "--rates", "8",
+        "--policies", "kv-compress", "random", "--n", str(N * len(TASKS)), "--concurrent", "8",
+        "--out", str(tmp_path),
+    ]) == 0  # fmt: skip
+    cells = json.loads((tmp_path / "results.json").read_text())["cells"]
+    assert [cell["skipped"] for cell in cells] == [0, 0, 0]
+    by_policy = {cell["policy"]: cell["tasks"] for cell in cells}
+    for task in TASKS:
+        off, good, bad = (
+            by_policy[policy][task]["score"] for policy in ("off", "kv-compress", "random")
+        )
+        assert by_policy["off"][task]["n"] == N
+        assert off >= 0.9
+        assert good >= 0.97 * off - 1 / N
+        assert bad <= 0.5, "the test can tell policies apart"

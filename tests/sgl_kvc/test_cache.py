@@ -38,6 +38,11 @@ KNOBS = [
     {"rate": 4, "min_tokens": 0, "policy": "snapkv"},
     {"budget": 9, "min_tokens": 0, "policy": "random"},
     {"rate": 3, "min_tokens": 0, "policy": "streaming-llm"},
+    {"rate": 4, "min_tokens": 0, "question_tokens": 7, "recent": 3},
+    {"rate": 2, "min_tokens": 0, "question_tokens": 30, "policy": "random"},
+    {"budget": 12, "recompress_every": 6, "recent": 3, "sinks": 2},
+    {"rate": 3, "recompress_every": 1, "recent": 0, "policy": "snapkv", "window": 2},
+    {"budget": 8, "recompress_every": 9, "question_tokens": 5},
 ]
 
 
@@ -117,6 +122,9 @@ class Lives(RuleBasedStateMachine):
                 if not spec.off and spec.reason_to_skip(len(tokens), PAGE) is None:
                     assert done <= max(0, len(tokens) - spec.window)
             end = min(len(tokens), done // PAGE * PAGE + chunk) if chunk else len(tokens)
+            room = self.cache.room_before_question(req)
+            if room is not None:  # what compat's hook does to SGLang's chunks
+                end = min(end, done + room)
             if not self._prefill(req, done, end):
                 self._release(req, done)
                 return
@@ -140,6 +148,7 @@ class Lives(RuleBasedStateMachine):
             if seq + 1 >= CONTEXT:
                 return
             row = self.requests.req_to_token[req.req_pool_idx]
+            self.cache.compress_due(req)
             evict_from_tree_cache(self.cache, PAGE)
             slot = self.allocator.alloc_decode(
                 torch.tensor([seq + 1]), torch.tensor([seq + 1]), row[seq - 1 : seq].long()
@@ -153,6 +162,9 @@ class Lives(RuleBasedStateMachine):
             req.output_ids.append(3000 + seq)
             self._write(self._tokens(req)[: seq + 1], slot, seq)
             req.kv_committed_len = req.kv.kv_allocated_len = seq + 1
+            if self.segments.counts(req.req_pool_idx):  # what the backend does
+                self.pool.reset_metric(slot)
+                self.pool.metric += torch.rand_like(self.pool.metric) * 0.1
 
     @rule(which=st.integers(0, 5), insert=st.booleans())
     def finish(self, which, insert):
@@ -229,13 +241,16 @@ class Lives(RuleBasedStateMachine):
                     ]
                     assert positions == sorted(set(positions))
                     assert set(range(tail_begin, len(tokens))) <= set(positions)
-                    if tail_begin and len(positions) - (len(tokens) - tail_begin) > PAGE:
-                        assert set(range(tail_begin - PAGE, tail_begin)) <= set(positions) or (
-                            req.kvc_spec.sinks > 0
-                        )
-                        assert set(range(min(req.kvc_spec.sinks, PAGE))) <= set(positions)
+                    spec, in_segment = spec_of(req), len(positions) - (len(tokens) - tail_begin)
+                    if tail_begin and in_segment >= spec.sinks + spec.recent:
+                        end = tail_begin if spec.question_tokens else report["prompt_tokens"]
+                        if not report.get("decode"):
+                            assert set(range(end - spec.recent, tail_begin)) <= set(positions)
+                        assert set(range(spec.sinks)) <= set(positions)
                     kept.append(len(positions))
-            if tail_begin:
+            if spec_of(req).recompress_every and not report["skipped"]:
+                self._bounded(req, kept)
+            elif tail_begin:
                 decoded = len(tokens) - report["prompt_tokens"]
                 assert report["kept_per_head"]["min"] == min(kept) - decoded
                 assert report["kept_per_head"]["max"] == max(kept) - decoded
@@ -244,6 +259,15 @@ class Lives(RuleBasedStateMachine):
                 assert sum(kept) == LAYERS * HEADS * (segment * PAGE + len(tokens) - tail_begin)
             else:
                 assert set(kept) == {len(tokens)}
+
+    def _bounded(self, req, kept: list[int]) -> None:
+        """What compression during decode promises: at most a tail of so many tokens more."""
+        spec, length = spec_of(req), req.kv_committed_len
+        mean = sum(kept) / len(kept)
+        if spec.budget is not None:
+            most = -(-spec.budget // PAGE) * PAGE + max(spec.recompress_every, PAGE) + PAGE
+            assert mean <= most + spec.question_tokens
+        assert mean == length - req.cache_protected_len or not self.segments.tail(req.req_pool_idx)
 
     def teardown(self):
         if not hasattr(self, "cache"):
@@ -285,11 +309,8 @@ class Lives(RuleBasedStateMachine):
         if plan is not None:
             for layer in range(LAYERS):
                 queries = torch.randn(end - begin, HEADS * GROUP, DIM)
-                if end < plan.prompt_tokens:
-                    plan.keep_queries(layer, queries)
-                else:
-                    keys, values = self.pool.read(layer, row[:end].long())
-                    plan.observe(layer, queries, keys / 8191, values, 1.0)
+                keys, values = self.pool.read(layer, row[:end].long())
+                plan.observe(layer, queries, keys / 8191, values, 1.0)
         return True
 
     def _write(self, tokens: list[int], slots: torch.Tensor, begin: int) -> None:

@@ -2,43 +2,75 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from sgl_kvc.policy.base import LayerContext, apportioner, scorer
+from sgl_kvc.policy.base import LayerContext, ModelFacts, PagesContext, apportioner, scorer
+from sgl_kvc.policy.catalog import methods
+from sgl_kvc.policy.presets import PRESETS
 from sgl_kvc.policy.selection import protect, select
-from sgl_kvc.spec import PRESETS, CompressionSpec, method_names, parse
+from sgl_kvc.spec import CompressionSpec, parse
 
 LAYERS, HEADS, GROUP, DIM = 2, 3, 2, 8
 
 
+def _facts() -> ModelFacts:
+    angles = torch.outer(torch.arange(1024), 1e4 ** -(torch.arange(0, DIM, 2) / DIM))
+    generator = torch.Generator().manual_seed(1)
+    return ModelFacts(
+        cos_sin=torch.cat((angles.cos(), angles.sin()), -1),
+        output_projection=[
+            torch.randn(12, HEADS * GROUP * DIM, generator=generator) for _ in range(LAYERS)
+        ],
+        special_tokens=torch.tensor([0, 1]),
+        punctuation=torch.tensor([2, 3]),
+        head_profile=torch.rand(LAYERS, HEADS, generator=generator),
+    )
+
+
 def _context(tokens: int, spec: CompressionSpec, layer: int = 0) -> LayerContext:
+    """A random layer; where the scorer looks at all queries, as one chunk."""
     torch.manual_seed(tokens + layer)
-    window = min(spec.window, tokens)
+    window = tokens if spec.all_queries else min(spec.window, tokens)
     return LayerContext(
         layer,
+        LAYERS,
         torch.randn(window, HEADS * GROUP, DIM),
         torch.randn(tokens, HEADS, DIM),
         torch.randn(tokens, HEADS, DIM),
         DIM**-0.5,
         spec,
+        torch.randint(50, (tokens,)),
+        max(1, tokens // 8),
+        _facts(),
     )
 
 
-@pytest.mark.parametrize("name", method_names("scorers"))
+def _score(context: LayerContext) -> torch.Tensor:
+    method = scorer(context.spec)
+    if method.observe is not None:
+        window = context.queries[-context.spec.window :]
+        context = replace(context, state=method.observe(context), queries=window)
+    return method.run(context)
+
+
+@pytest.mark.parametrize("name", methods("scorers"))
 @pytest.mark.parametrize("tokens", [1, 5, 33, 200])
 def test_scorers(name, tokens):
-    context = _context(tokens, CompressionSpec(rate=8, scorer=name))
-    scores = scorer(name)(context)
+    spec = parse({"rate": 8, "scorer": name, "apportioner": "global"})
+    context = _context(tokens, spec)
+    scores = _score(context)
     assert scores.shape == (HEADS, tokens)
     assert scores.dtype == torch.float32
     assert torch.isfinite(scores).all()
-    assert torch.equal(scores, scorer(name)(context)), "the same prompt scores the same"
+    assert torch.equal(scores, _score(context)), "the same prompt scores the same"
 
 
-@pytest.mark.parametrize("name", method_names("apportioners"))
+@pytest.mark.parametrize("name", methods("apportioners"))
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
 def test_apportioners(name, data):
@@ -48,32 +80,57 @@ def test_apportioners(name, data):
     size = LAYERS * HEADS * pages
     drawn = data.draw(st.lists(values, min_size=size, max_size=size))
     page_scores = torch.tensor(drawn).view(LAYERS, HEADS, pages).sort(descending=True).values
-    counts = apportioner(name)(page_scores, blocks * LAYERS * HEADS)
+    spec = parse({"rate": 8, "scorer": "attention-window", "apportioner": name})
+    method = apportioner(spec)
+    statistics = None
+    if method.observe is not None:
+        layers = [_context(40, spec, layer) for layer in range(LAYERS)]
+        statistics = torch.stack([method.observe(layer) for layer in layers])
+    context = PagesContext(page_scores, blocks * LAYERS * HEADS, 16, statistics, _facts())
+    counts = method.run(context)
     assert counts.shape == (LAYERS, HEADS)
     assert counts.sum() == blocks * LAYERS * HEADS
     assert counts.min() >= 1
     assert counts.max() <= pages
 
 
+@pytest.mark.parametrize("family", ["scorers", "apportioners"])
+def test_the_catalogue_describes_every_method(family):
+    for name, method in methods(family).items():
+        assert method.summary, name
+        assert method.source, name
+        for parameter in method.parameters.values():
+            assert parameter.about, f"{name}: {parameter.name} is not described"
+            if parameter.choices:
+                assert parameter.default == parameter.choices[0]
+            else:
+                assert parameter.least <= parameter.default <= parameter.most
+
+
 def test_global_gives_pages_to_the_best_heads():
     page_scores = torch.tensor([[[9.0, 8, 7, 6], [5, 0, 0, 0]], [[5, 1, 0, 0], [5, 0, 0, 0]]])
-    assert apportioner("global")(page_scores, 8).tolist() == [[4, 1], [2, 1]]
+    method = apportioner(CompressionSpec(rate=4, apportioner="global"))
+    assert method.run(PagesContext(page_scores, 8, 16)).tolist() == [[4, 1], [2, 1]]
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))
 @pytest.mark.parametrize("blocks", [1, 2, 5])
 def test_selection_keeps_the_protected(preset, blocks):
-    """Sinks always; the last page as soon as the smallest head has room for both."""
+    """Sinks always; the recent as soon as the smallest head has room for both."""
     page, tokens = 8, 80
-    spec = parse({"rate": 4, "policy": preset})
-    scores = torch.stack([scorer(spec.scorer)(_context(tokens, spec, i)) for i in range(LAYERS)])
-    chosen = select(scores, spec, blocks, page)
+    spec = parse({"rate": 4, "policy": preset, "recent": 8})
+    contexts = [_context(tokens, spec, layer) for layer in range(LAYERS)]
+    scores = torch.stack([_score(context) for context in contexts])
+    statistics = None
+    if apportioner(spec).observe is not None:
+        statistics = torch.stack([apportioner(spec).observe(context) for context in contexts])
+    chosen = select(scores, spec, blocks, page, statistics=statistics, facts=_facts())
     assert int(chosen.pages.sum()) == blocks * LAYERS * HEADS
     for kept in chosen.positions.split((chosen.pages * page).tolist()):
         assert kept.tolist() == sorted(set(kept.tolist()))
         assert set(range(spec.sinks)) <= set(kept.tolist())
-        if len(kept) >= spec.sinks + page:
-            assert set(range(tokens - page, tokens)) <= set(kept.tolist())
+        if len(kept) >= spec.sinks + spec.recent:
+            assert set(range(tokens - spec.recent, tokens)) <= set(kept.tolist())
 
 
 def test_protection_orders_sinks_before_recent_and_newer_before_older():
@@ -84,7 +141,20 @@ def test_protection_orders_sinks_before_recent_and_newer_before_older():
     assert order[2:10] == list(range(31, 23, -1))
 
 
-def test_presets_name_methods_that_exist():
-    for preset in PRESETS.values():
-        assert preset.scorer in method_names("scorers")
-        assert preset.apportioner in method_names("apportioners")
+def test_recent_counts_from_the_end_of_the_prompt():
+    """The tail holds the last of them already."""
+    spec = parse({"rate": 2, "scorer": "random", "apportioner": "uniform", "recent": 6, "sinks": 0})
+    chosen = select(torch.rand(1, 1, 32), spec, 1, 8, tail=4)
+    assert {30, 31} <= set(chosen.positions.tolist())
+    scores = torch.zeros(1, 1, 32)
+    protect(scores, 0, 2)
+    assert scores.nonzero()[:, 2].tolist() == [30, 31]
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_presets_can_be_asked_for(name):
+    spec = parse({"rate": 8, "policy": name})
+    preset = PRESETS[name]
+    assert (spec.scorer, spec.apportioner) == (preset.scorer, preset.apportioner)
+    assert set(preset.parameters) <= set(spec.parameters)
+    assert parse(spec.to_json()) == spec

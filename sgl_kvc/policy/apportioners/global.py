@@ -1,15 +1,21 @@
-"""One competition over all layers and heads (KV-Compress, arXiv 2410.00161, algorithm 1)."""
+"""One competition over all layers and heads."""
 
 from __future__ import annotations
 
 import torch
 
+from sgl_kvc.policy.base import PagesContext
 
-def apportion(page_scores: torch.Tensor, total: int) -> torch.Tensor:
+SOURCE = "KV-Compress, arXiv 2410.00161, algorithm 1"
+CONTINUAL = True
+
+
+def apportion(context: PagesContext) -> torch.Tensor:
     """The `total` best pages of the whole model; every head keeps its best one."""
-    layers, heads, pages = page_scores.shape
-    ranked = page_scores.reshape(layers * heads, pages)
-    if pages == 1:
-        return torch.ones((layers, heads), dtype=torch.int64, device=ranked.device)
-    rest = ranked[:, 1:].flatten().topk(total - layers * heads).indices // (pages - 1)
-    return (1 + rest.bincount(minlength=layers * heads)).view(layers, heads)
+    layers, heads, pages = context.page_scores.shape
+    counts = torch.ones(layers * heads, dtype=torch.int64, device=context.page_scores.device)
+    if pages > 1:
+        contested = context.page_scores[:, :, 1:].flatten()
+        winners = contested.topk(context.total - len(counts)).indices // (pages - 1)
+        counts.scatter_add_(0, winners, torch.ones_like(winners))
+    return counts.view(layers, heads)

@@ -1,11 +1,17 @@
-"""The same number of pages for every head (SnapKV, StreamingLLM)."""
+"""The same number of pages for every head."""
 
 from __future__ import annotations
 
 import torch
 
+from sgl_kvc.policy.base import PagesContext
 
-def apportion(page_scores: torch.Tensor, total: int) -> torch.Tensor:
+SOURCE = "SnapKV, arXiv 2404.14469; StreamingLLM, arXiv 2309.17453"
+CONTINUAL = True
+
+
+def apportion(context: PagesContext) -> torch.Tensor:
     """`total` is a multiple of the number of heads: blocks hold a page of each."""
-    layers, heads, _ = page_scores.shape
-    return torch.full((layers, heads), total // (layers * heads), device=page_scores.device)
+    layers, heads, _ = context.page_scores.shape
+    each = context.total // (layers * heads)
+    return torch.full((layers, heads), each, device=context.page_scores.device)

@@ -1,17 +1,42 @@
-"""Squared attention of the prompt's last queries (KV-Compress, arXiv 2410.00161, eq. 8)."""
+"""Attention a key receives from the prompt's last queries."""
 
 from __future__ import annotations
 
 import torch
-from kvc_kernels.score import max_pool, window_attention
+from kvc_kernels.score import pool_neighbours, window_attention
 
 from sgl_kvc.policy.base import LayerContext
 
+SOURCE = "SnapKV, arXiv 2404.14469, section 4; squared: KV-Compress, arXiv 2410.00161, eq. 8"
+PARAMETERS = {
+    "window": (8, 1, 1024),
+    "pool": (7, 1, 255, 2),
+    "pooling": ("max", "mean"),
+    "norm": ("l2", "l1"),
+    "group": ("sum", "mean"),
+}
+CONTINUAL = True
 
-def score(context: LayerContext) -> torch.Tensor:
-    """Sum of squared attention over the window and the query group, max-pooled.
 
-    Parameters used: ``window`` (queries looked at), ``pool`` (neighbours lifted along).
+def score(
+    context: LayerContext, window: int, pool: int, pooling: str, norm: str, group: str
+) -> torch.Tensor:
+    """Attention summed over the window and the query group, pooled over neighbours.
+
+    The window's own keys are not pooled with the others: `spec.recent` keeps them.
+
+    Parameters
+    ----------
+    window : last queries that are looked at
+    pool : width of the pool over neighbouring keys, odd; 1 is none
+    pooling : whether a key gets the largest or the mean score around it
+    norm : l2 sums squared attention, l1 attention
+    group : sum adds the query heads that share a KV head, mean averages their attention
+        before it is squared
     """
-    scores = window_attention(context.queries, context.keys, context.scale, power=2)
-    return max_pool(scores, context.spec.pool)
+    del window  # the context holds no other queries
+    power = 2 if norm == "l2" else 1
+    scores = window_attention(context.queries, context.keys, context.scale, power, group=group)
+    before = scores.shape[1] - context.queries.shape[0]
+    scores[:, :before] = pool_neighbours(scores[:, :before], pool, pooling)
+    return scores

@@ -6,6 +6,8 @@ import torch
 
 from sgl_kvc.policy.base import LayerContext
 
+SOURCE = "the baseline"
+
 
 def score(context: LayerContext) -> torch.Tensor:
     """Uniform scores, the same for the same layer and prompt length."""

@@ -1,10 +1,12 @@
-"""Newest keys first; with protected sinks this is StreamingLLM (arXiv 2309.17453)."""
+"""Newest keys first; with protected sinks this is StreamingLLM."""
 
 from __future__ import annotations
 
 import torch
 
 from sgl_kvc.policy.base import LayerContext
+
+SOURCE = "StreamingLLM, arXiv 2309.17453, section 3"
 
 
 def score(context: LayerContext) -> torch.Tensor:

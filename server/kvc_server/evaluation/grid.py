@@ -1,0 +1,80 @@
+"""The cells of one run: policies × rates × lengths × question modes."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+OFF = "off"
+INSIDE, AFTER = "inside", "after"
+QUESTIONS = (INSIDE, AFTER)
+RATES = (2, 4, 8, 16, 32, 64)
+
+
+class Cell(NamedTuple):
+    """One point of the grid.
+
+    Attributes
+    ----------
+    length : tokens of the prompts that were asked for; 0 is as long as they are.
+    question : INSIDE when document and question are compressed together, AFTER when the
+        question is read only after compression, as a later turn's would be.
+    policy : OFF for the uncompressed cell, whose rate is 1.
+    """
+
+    length: int
+    question: str
+    policy: str
+    rate: float
+
+    def knob(self, question_tokens: int | None) -> dict[str, Any]:
+        """The request's ``kv_compression``; `question_tokens` is used in AFTER only."""
+        if self.policy == OFF:
+            return {"rate": 1}
+        knob = {"rate": self.rate, "policy": self.policy}
+        return knob | {"question_tokens": question_tokens} if self.question == AFTER else knob
+
+
+@dataclasses.dataclass(frozen=True)
+class Grid:
+    """What is asked. Two runs with equal grids ask the same prompts of the same cells.
+
+    Attributes
+    ----------
+    n : prompts of every cell, spread evenly over the tasks.
+    source : what else the prompts depend on, such as a data file's checksum and its metric.
+    commit : of the server's code, where it is known.
+    """
+
+    suite: str
+    model: str
+    tasks: tuple[str, ...]
+    lengths: tuple[int, ...]
+    questions: tuple[str, ...]
+    policies: tuple[str, ...]
+    rates: tuple[float, ...]
+    n: int
+    seed: int
+    source: str = ""
+    commit: str = ""
+
+    def cells(self, length: int) -> list[Cell]:
+        """All cells of one length, the uncompressed one of each question mode first."""
+        off = [Cell(length, question, OFF, 1) for question in self.questions]
+        return off + [
+            Cell(length, question, policy, rate)
+            for question in self.questions
+            for policy in self.policies
+            for rate in self.rates
+        ]
+
+    def all_cells(self) -> list[Cell]:
+        """The cells of all lengths."""
+        return [cell for length in self.lengths for cell in self.cells(length)]
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain JSON, tuples as lists."""
+        return {
+            name: list(value) if isinstance(value, tuple) else value
+            for name, value in dataclasses.asdict(self).items()
+        }

@@ -1,0 +1,62 @@
+"""What several apportioners need: pages split by weights, and how many are protected."""
+
+from __future__ import annotations
+
+import torch
+
+from sgl_kvc.policy.base import PagesContext
+
+#: Below the scores of protected positions (`sgl_kvc.policy.selection.protect`), above all others.
+_LIFTED = 1e29
+
+#: What a weight of zero counts, against the largest: first all others get their most.
+_NOTHING = 1e-12
+
+
+def split(
+    total: int | torch.Tensor,
+    weights: torch.Tensor,
+    least: int | torch.Tensor,
+    most: int | torch.Tensor,
+) -> torch.Tensor:
+    """Whole shares of `total` in proportion to `weights`, each in [least, most].
+
+    What the bounds cut off or add is shared by the others, in proportion again, so the shares
+    are ``clamp(x * weights, least, most)`` for the one x where they sum to `total`; then they
+    are rounded by largest remainder, equal remainders in order. Nothing waits for the device.
+
+    Parameters
+    ----------
+    total, least, most : whole numbers, or tensors of one, with
+        ``R * least <= total <= R * most``.
+    weights : [R], not negative; all zero counts as all equal.
+
+    Returns
+    -------
+    shares : int64 [R], summing to `total`.
+    """
+    weights = weights.double()
+    weights = (weights / weights.amax()).nan_to_num(1.0).clamp(_NOTHING, 1.0)
+    least, most = (weights.new_zeros(()) + bound for bound in (least, most))
+    # The sum of the shares is linear in x between the points where a share meets a bound.
+    corners = torch.cat([least / weights, most / weights]).sort().values
+    at_corner = (corners[:, None] * weights).clamp(least, most)
+    sums = at_corner.sum(dim=1)
+    after = (sums < total).sum().clamp(max=len(sums) - 1).view(1)
+    before = (after - 1).clamp(min=0)
+    way = (total - sums[before]) / (sums[after] - sums[before])
+    exact = torch.lerp(at_corner[before], at_corner[after], way.nan_to_num(0.0)[:, None])[0]
+
+    whole = exact.floor()
+    remainder = torch.where(whole < most, ((exact - whole) * 1e6).round(), -1.0)
+    order = remainder.sort(descending=True, stable=True).indices
+    place = torch.empty_like(order)
+    place[order] = torch.arange(len(order), device=order.device)
+    return (whole + (place < total - whole.sum())).long()
+
+
+def protected_pages(context: PagesContext) -> torch.Tensor:
+    """Pages that hold a head's sinks and recent keys, the same for all: int64 [] in [1, mean]."""
+    layers, heads, _ = context.page_scores.shape
+    mean = context.total // (layers * heads)
+    return (context.page_scores[0, 0] > _LIFTED).sum().clamp(1, mean)

@@ -1,0 +1,36 @@
+"""Every layer gets the same; its heads compete for it."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from sgl_kvc.policy.base import PagesContext
+
+SOURCE = "Ada-KV, arXiv 2407.11550, algorithm 1, with its safeguard alpha (here `floor`)"
+PARAMETERS = {
+    "floor": (0.2, 0.0, 1.0),
+}
+
+
+def apportion(context: PagesContext, floor: float) -> torch.Tensor:
+    """The layer's best pages, after every head has its floor.
+
+    The paper's code lets heads compete for everything and then mixes in even shares,
+    ``(1 - floor) * won + floor * mean``; here, as in kvpress, the floor is given first and the
+    rest competed for.
+
+    Parameters
+    ----------
+    floor : share of the mean that every head keeps; 1 is uniform
+    """
+    layers, heads, pages = context.page_scores.shape
+    mean = context.total // (layers * heads)
+    safe = max(1, math.ceil(floor * mean - 1e-9))
+    counts = torch.full((layers, heads), safe, device=context.page_scores.device)
+    if safe == mean:
+        return counts
+    contested = context.page_scores[:, :, safe:].flatten(1)
+    winners = contested.topk(heads * (mean - safe)).indices // (pages - safe)
+    return counts.scatter_add_(1, winners, torch.ones_like(winners))

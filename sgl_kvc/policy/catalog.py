@@ -1,0 +1,132 @@
+"""Which scorers and apportioners there are, and the parameters of each.
+
+Read from the source of ``scorers/*.py`` and ``apportioners/*.py`` without running it, because
+the gateway asks too and must not import torch. A method's file says, at module level::
+
+    SOURCE = "SnapKV, arXiv 2404.14469, section 4"
+    PARAMETERS = {
+        "window": (8, 1, 1024),          # default, least, most
+        "pool": (7, 1, 255, 2),          # and the step, from the least
+        "pooling": ("max", "mean"),      # choices, the default first
+        "values": (False, True),         # a switch, the default first
+    }
+
+    NEEDS = ("head_profile",)            # of base.ModelFacts
+    CONTINUAL = True                     # can go on during decode (docs/design.md)
+
+and describes each parameter in the docstring of its function, in numpydoc's form.
+"""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import functools
+import re
+from pathlib import Path
+from typing import Any
+
+FAMILIES = {"scorers": "score", "apportioners": "apportion"}
+_CONSTANTS = ("SOURCE", "PARAMETERS", "NEEDS", "CONTINUAL")
+
+
+@dataclasses.dataclass(frozen=True)
+class Parameter:
+    """A parameter of a method: a number in [least, most], or one of `choices`.
+
+    Attributes
+    ----------
+    step : of whole numbers, counted from `least`.
+    """
+
+    name: str
+    default: Any
+    about: str
+    least: float | None = None
+    most: float | None = None
+    step: int = 1
+    choices: tuple[Any, ...] = ()
+
+    @property
+    def whole(self) -> bool:
+        """Whether only whole numbers are taken."""
+        return isinstance(self.default, int)
+
+    def to_json(self) -> dict[str, Any]:
+        """Default, bounds or choices, and what it is."""
+        limits = {"choices": list(self.choices)} if self.choices else {
+            "least": self.least, "most": self.most}  # fmt: skip
+        return {"default": self.default, **limits, "about": self.about}
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """A scorer or an apportioner.
+
+    Attributes
+    ----------
+    all_queries : whether it looks at every query of the prompt, not at the last ones alone.
+        Then no part of the prompt may come from the prefix cache.
+    needs : the `base.ModelFacts` it cannot do without.
+    continual : whether its choice can be repeated during decode.
+    """
+
+    family: str
+    name: str
+    summary: str
+    source: str
+    parameters: dict[str, Parameter]
+    all_queries: bool
+    needs: tuple[str, ...]
+    continual: bool
+
+
+@functools.cache
+def methods(family: str) -> dict[str, Method]:
+    """The methods of `family` ("scorers" or "apportioners") by name, one a file."""
+    folder = Path(__file__).parent / family
+    files = sorted(path for path in folder.glob("*.py") if not path.stem.startswith("_"))
+    return {method.name: method for method in (_read(family, path) for path in files)}
+
+
+def _read(family: str, path: Path) -> Method:
+    tree = ast.parse(path.read_text(encoding="utf-8"))
+    constants = {
+        target.id: ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name) and target.id in _CONSTANTS
+    }
+    functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
+    about = _descriptions(ast.get_docstring(functions[FAMILIES[family]]) or "")
+    limits = constants.get("PARAMETERS", {})
+    return Method(
+        family,
+        path.stem.replace("_", "-"),
+        (ast.get_docstring(tree) or "").partition("\n\n")[0].replace("\n", " "),
+        constants.get("SOURCE", ""),
+        {name: _parameter(name, given, about.get(name, "")) for name, given in limits.items()},
+        family == "scorers" and "observe" in functions,
+        tuple(constants.get("NEEDS", ())),
+        constants.get("CONTINUAL", False),
+    )
+
+
+def _parameter(name: str, given: tuple, about: str) -> Parameter:
+    if isinstance(given[0], (str, bool)):
+        return Parameter(name, given[0], about, choices=tuple(given))
+    default, least, most, *step = given
+    return Parameter(name, default, about, least, most, *step)
+
+
+def _descriptions(docstring: str) -> dict[str, str]:
+    """The entries of a numpydoc "Parameters" section: name to text on one line."""
+    section = re.search(r"^Parameters\n-+\n(.*?)(?=^\S+\n-+\n|\Z)", docstring, re.M | re.S)
+    found = {}
+    for names, first, rest in re.findall(
+        r"^(\w[\w, ]*?) : (.*)\n?((?:    .*\n?)*)", section[1] if section else "", re.M
+    ):
+        for name in names.split(", "):
+            found[name] = " ".join(f"{first} {rest}".split())
+    return found

@@ -1,0 +1,57 @@
+"""Attention of the last queries, times how far a key's value moves the layer's output."""
+
+from __future__ import annotations
+
+import torch
+from kvc_kernels.score import (
+    pool_neighbours,
+    projected_norm,
+    put_first,
+    put_last_first,
+    window_attention,
+)
+
+from sgl_kvc.policy.base import LayerContext
+
+SOURCE = "CriticalKV, arXiv 2502.03805, algorithm 1"
+NEEDS = ("output_projection",)
+PARAMETERS = {
+    "window": (32, 1, 1024),
+    "pool": (7, 1, 255, 2),
+    "pooling": ("max", "mean"),
+    "first_stage": (0.5, 0.0, 1.0),
+    "epsilon": (1e-4, 0.0, 1.0),
+}
+
+
+def score(
+    context: LayerContext,
+    window: int,
+    pool: int,
+    pooling: str,
+    first_stage: float,
+    epsilon: float,
+) -> torch.Tensor:
+    """Part of the budget goes to the most attended keys, the rest by attention times norm.
+
+    The norm is the L1 norm of the value after the output projection.
+
+    Parameters
+    ----------
+    window : last queries that are looked at; their own keys come first
+    pool : width of the pool over neighbouring keys, odd; 1 is none
+    pooling : whether a key gets the largest or the mean attention around it
+    first_stage : part of the budget that goes by attention alone
+    epsilon : added to the attention before it is multiplied
+    """
+    del window
+    own, group = context.queries.shape[0], context.queries.shape[1] // context.keys.shape[1]
+    attention = window_attention(context.queries, context.keys, context.scale) / (own * group)
+    before = attention.shape[1] - own
+    attention[:, :before] = pool_neighbours(attention[:, :before], pool, pooling)
+    count = min(int(first_stage * context.kept), attention.shape[1])
+    best = put_last_first(attention, own).topk(count, dim=-1).indices
+    chosen = torch.zeros_like(attention, dtype=torch.bool).scatter_(1, best, True)
+    chosen[:, before:] = True
+    norm = projected_norm(context.values, context.facts.output_projection[context.layer])
+    return put_first((attention + epsilon) * norm, chosen)

@@ -1,0 +1,64 @@
+"""The most attention any of the last queries and heads pays: the worst loss if a key goes."""
+
+from __future__ import annotations
+
+import torch
+from kvc_kernels.score import causal_attention, pool_neighbours, projected_norm, put_first
+
+from sgl_kvc.policy.base import LayerContext
+
+SOURCE = "DefensiveKV, arXiv 2510.13334: worst-case aggregation, prior-risk correction"
+NEEDS = ("output_projection",)
+PARAMETERS = {
+    "window": (32, 1, 1024),
+    "pool": (5, 1, 255, 2),
+    "pooling": ("mean", "max"),
+    "first_stage": (0.9, 0.0, 1.0),
+}
+
+
+def score(
+    context: LayerContext, window: int, pool: int, pooling: str, first_stage: float
+) -> torch.Tensor:
+    """The worst case, at least its mean over the head's keys, times the projected value's norm.
+
+    As in its authors' code, the norm is a key's share among the heads, and before all others
+    come the keys that hold most of the mean attention (CriticalKV's first stage).
+
+    Parameters
+    ----------
+    window : last queries that are looked at; their own keys come first
+    pool : width of the pool over neighbouring keys, odd; 1 is none
+    pooling : whether a key gets the largest or the mean attention around it
+    first_stage : the most attended keys come first until they and the window's own hold this
+        share of the attention
+    """
+    del window
+    own, heads = context.queries.shape[0], context.keys.shape[1]
+    n, before = context.keys.shape[0], context.keys.shape[0] - context.queries.shape[0]
+    worst = torch.zeros(heads, before, device=context.keys.device)
+    mean = torch.zeros_like(worst)
+    for _, attention in causal_attention(context.queries, context.keys, context.scale):
+        attention = attention[..., :before]
+        pooled = pool_neighbours(attention.flatten(0, 2), pool, pooling).view_as(attention)
+        mass = attention.sum(dim=-1, keepdim=True)
+        pooled = pooled * (mass / pooled.sum(dim=-1, keepdim=True).clamp(min=1e-30))
+        worst = torch.maximum(worst, pooled.amax(dim=(1, 2)))
+        mean += attention.mean(dim=1).sum(dim=1) / own
+    risk = worst.maximum(worst.mean(dim=-1, keepdim=True)) if before else worst
+    norm = projected_norm(context.values, context.facts.output_projection[context.layer])
+    share = norm[:, :before] / norm[:, :before].sum(dim=0).clamp(min=1e-30)
+    scores = torch.ones(heads, n, device=risk.device)
+    scores[:, :before] = risk * share
+    chosen = torch.ones_like(scores, dtype=torch.bool)
+    chosen[:, :before] = _holding(mean, first_stage, context.kept - own)
+    return put_first(scores, chosen)
+
+
+def _holding(mean: torch.Tensor, share: float, most: int) -> torch.Tensor:
+    """The fewest keys of [H, n] that, with those left out, hold `share` of all; at most `most`."""
+    ranked, order = mean.sort(dim=-1, descending=True, stable=True)
+    left_out = 1 - mean.sum(dim=-1, keepdim=True)
+    needed = ranked.cumsum(dim=-1) - ranked + left_out < share
+    needed[:, max(0, most) :] = False
+    return torch.zeros_like(needed).scatter_(1, order, needed)

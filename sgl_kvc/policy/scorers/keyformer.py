@@ -1,0 +1,69 @@
+"""Heavy hitters of attention with Gumbel noise on its logits, over every query."""
+
+from __future__ import annotations
+
+import torch
+from kvc_kernels.score import BLOCK, causal_logits, put_last_first
+
+from sgl_kvc.policy.base import LayerContext
+
+SOURCE = "Keyformer, arXiv 2403.09054, algorithm 1: sum of softmax((x + Gumbel) / temperature)"
+PARAMETERS = {
+    "temperature": (1.0, 0.1, 10.0),
+    "recent_share": (0.3, 0.0, 1.0),
+    "seed": (0, 0, 2147483647),
+}
+_WORD = 0xFFFFFFFF
+
+
+def observe(
+    context: LayerContext, temperature: float, recent_share: float, seed: int
+) -> torch.Tensor:
+    """float32 [H, n], the sums so far."""
+    del recent_share
+    n, heads = context.keys.shape[:2]
+    sums = torch.zeros(heads, n, device=context.keys.device)
+    if context.state is not None:
+        sums[:, : context.state.shape[1]] = context.state
+    blocks = causal_logits(context.queries, context.keys, context.scale, block=BLOCK // 4)
+    for first, logits in blocks:
+        logits += _gumbel(logits, first, context.layer, seed)
+        sums[:, : logits.shape[-1]] += (logits / temperature).softmax(dim=-1).sum(dim=(1, 2))
+    return sums
+
+
+def score(
+    context: LayerContext, temperature: float, recent_share: float, seed: int
+) -> torch.Tensor:
+    """Noisy attention summed over all queries and the query group.
+
+    The noise follows from seed, layer, head and positions alone: a prompt scores the same
+    however it is cut into chunks. The paper raises the temperature while decoding; here
+    everything is scored before.
+
+    Parameters
+    ----------
+    temperature : divides the noisy logits
+    recent_share : share of the budget that the newest keys get
+    seed : of the noise
+    """
+    del temperature, seed
+    return put_last_first(context.state, int(recent_share * context.kept))
+
+
+def _gumbel(like: torch.Tensor, first: int, layer: int, seed: int) -> torch.Tensor:
+    """Standard Gumbel noise for logits [H, G, b, m] of the queries from position `first`."""
+    heads, group, size, seen = like.shape
+    head = torch.arange(heads * group, device=like.device) + (layer << 16)
+    position = torch.arange(first, first + size, device=like.device)
+    row = _mix(_mix(_mix(head + seed)[:, None] ^ position) ^ seed)
+    word = _mix(row[..., None] ^ torch.arange(seen, device=like.device))
+    uniform = ((word >> 9).float() + 0.5) / (1 << 23)  # never 0 or 1
+    return uniform.log_().neg_().log_().neg_().view_as(like)
+
+
+def _mix(words: torch.Tensor) -> torch.Tensor:
+    """MurmurHash3's 32-bit finaliser, on words held in int64."""
+    words = ((words ^ (words >> 16)) * 0x85EBCA6B) & _WORD
+    words = ((words ^ (words >> 13)) * 0xC2B2AE35) & _WORD
+    return words ^ (words >> 16)

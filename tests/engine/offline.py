@@ -1,0 +1,69 @@
+"""The same policies outside the engine: transformers, and attention masked to what is kept."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache
+
+from sgl_kvc.cache.plan import Plan
+from sgl_kvc.spec import CompressionSpec
+
+
+class MaskedModel:
+    """Greedy decoding with a full cache of which every head sees what its policy keeps.
+
+    Parameters
+    ----------
+    folder : a model in Hugging Face's format.
+    page_size : of the engine that is compared with.
+    """
+
+    def __init__(self, folder: Path, page_size: int = 16):
+        AttentionInterface.register("kvc_offline", self._attention)
+        self.model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="kvc_offline")
+        self.config, self.page_size = self.model.config, page_size
+        self._plan: Plan | None = None
+        self._hidden: torch.Tensor | None = None  # bool [L, H, S], keys a head has lost
+
+    @torch.inference_mode()
+    def generate(self, tokens: list[int], spec: CompressionSpec, most: int) -> list[int]:
+        """Up to `most` tokens, the end of sequence included."""
+        layers = self.config.num_hidden_layers
+        plan = self._plan = Plan(spec, tokens, self.page_size, layers)
+        self._hidden, cache = None, DynamicCache()
+        logits = self.model(torch.tensor([tokens[: plan.scored]]), past_key_values=cache).logits
+        self._plan = None
+        chosen = plan.select()
+        kept = torch.zeros(layers * self.config.num_key_value_heads, plan.tail_begin)
+        runs = chosen.positions.split((chosen.pages * self.page_size).tolist())
+        for head, run in zip(kept, runs, strict=True):
+            head[run] = 1
+        self._hidden = (kept == 0).view(layers, -1, plan.tail_begin)
+        if plan.scored < len(tokens):
+            logits = self.model(torch.tensor([tokens[plan.scored :]]), past_key_values=cache).logits
+        out = [int(logits[0, -1].argmax())]
+        while len(out) < most and out[-1] != self.config.eos_token_id:
+            logits = self.model(torch.tensor([out[-1:]]), past_key_values=cache).logits
+            out.append(int(logits[0, -1].argmax()))
+        return out
+
+    def _attention(self, module, query, key, value, attention_mask, scaling, **_kwargs):
+        """`query [1, Hq, t, D]`, `key` and `value [1, H, n, D]` with the new tokens last."""
+        new, total = query.shape[2], key.shape[2]
+        if self._plan is not None:
+            by_token = [x[0].transpose(0, 1) for x in (query, key, value)]
+            self._plan.observe(module.layer_idx, *by_token, scaling)
+        visible = torch.ones(new, total, dtype=torch.bool).tril(total - new)
+        visible = visible.expand(key.shape[1], new, total)
+        if self._hidden is not None:
+            visible = visible.clone()
+            hidden = self._hidden[module.layer_idx]
+            visible[:, :, : hidden.shape[-1]] &= ~hidden[:, None]
+        visible = visible.repeat_interleave(query.shape[1] // key.shape[1], 0)
+        out = F.scaled_dot_product_attention(
+            query, key, value, attn_mask=visible[None], scale=scaling, enable_gqa=True
+        )
+        return out.transpose(1, 2), None

@@ -1,0 +1,87 @@
+"""Attention in blocks, and what is made of it, against references of one query at a time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kvc_kernels.score import (
+    BLOCK,
+    causal_attention,
+    causal_logits,
+    pool_neighbours,
+    projected_norm,
+    projected_norm_reference,
+    put_first,
+    put_last_first,
+    window_attention,
+    window_attention_reference,
+)
+
+
+def _drawn(window: int, tokens: int, group: int) -> tuple[torch.Tensor, torch.Tensor]:
+    torch.manual_seed(0)
+    return torch.randn(window, 2 * group, 16), torch.randn(tokens, 2, 16)
+
+
+@pytest.mark.parametrize("block", [1, 3 * 33 * 2, BLOCK], ids=["a query", "few", "all"])
+@pytest.mark.parametrize("excluded", [0, 1, 5, 40])
+@pytest.mark.parametrize(("group", "how"), [(1, "sum"), (3, "sum"), (3, "mean")])
+@pytest.mark.parametrize(("window", "tokens"), [(1, 1), (1, 20), (8, 8), (33, 33), (7, 33)])
+def test_window_attention(block, excluded, group, how, window, tokens):
+    queries, keys = _drawn(window, tokens, group)
+    for power in (1, 2):
+        options = {"group": how, "excluded": excluded}
+        got = window_attention(queries, keys, 0.25, power, block=block, **options)
+        expected = window_attention_reference(queries, keys, 0.25, power, **options)
+        torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("block", [1, 500, BLOCK])
+def test_blocks_hold_no_more_than_asked(block):
+    queries, keys = _drawn(30, 40, 3)
+    sizes, nexts = [], 10
+    for first, logits in causal_logits(queries, keys, 0.25, block=block):
+        assert first == nexts
+        assert logits.shape[-1] == first + logits.shape[2]
+        sizes.append(logits.numel())
+        nexts += logits.shape[2]
+    assert nexts == 40
+    assert max(sizes) <= max(block, 40 * 2 * 3)
+
+
+def test_attention_of_a_query_sums_to_one():
+    queries, keys = _drawn(9, 20, 3)
+    for _, attention in causal_attention(queries, keys, 0.25, block=300):
+        torch.testing.assert_close(attention.sum(-1), torch.ones(attention.shape[:3]))
+
+
+def test_attention_in_half_precision_is_computed_in_float32():
+    queries, keys = (drawn.bfloat16() for drawn in _drawn(9, 20, 3))
+    got = window_attention(queries, keys, 0.25)
+    expected = window_attention(queries.float(), keys.float(), 0.25)
+    assert torch.equal(got, expected)
+
+
+def test_pooling_nothing():
+    assert pool_neighbours(torch.zeros(2, 0), 5).shape == (2, 0)
+
+
+def test_first_rank_above_all_and_keep_their_order():
+    scores = torch.tensor([[0.0, 3e-7, 4e-7, 900.0, 1e6]])
+    chosen = torch.tensor([[True, True, True, False, False]])
+    raised = put_first(scores, chosen)
+    assert raised.argsort(descending=True).tolist() == [[2, 1, 0, 4, 3]]
+    assert raised.max() < 1e29, "what selection protects stays above"
+    assert put_last_first(scores, 0).equal(scores)
+    assert put_last_first(scores, 2).argsort(descending=True).tolist() == [[4, 3, 2, 1, 0]]
+    assert (put_last_first(scores, 9) >= 1e9).all()
+
+
+@pytest.mark.parametrize("block", [1, 200, BLOCK])
+@pytest.mark.parametrize("group", [1, 3])
+def test_projected_norm(block, group):
+    torch.manual_seed(0)
+    values, projection = torch.randn(11, 2, 8), torch.randn(20, 2 * group * 8)
+    got = projected_norm(values, projection, block=block)
+    expected = projected_norm_reference(values, projection)
+    torch.testing.assert_close(got, expected, atol=1e-4, rtol=1e-5)

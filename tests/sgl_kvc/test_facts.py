@@ -1,0 +1,126 @@
+"""Facts read from SGLang's own model classes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang.srt.distributed import (
+    destroy_distributed_environment,
+    destroy_model_parallel,
+    init_distributed_environment,
+    initialize_model_parallel,
+)
+from sglang.srt.models.llama import LlamaForCausalLM
+from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
+from transformers import AutoConfig, AutoTokenizer
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
+
+from sgl_kvc.attention.facts import PROFILE_VARIABLE, read_facts
+from sgl_kvc.policy.base import FactsError, ModelFacts
+from sgl_kvc.policy.catalog import FAMILIES, methods
+from sgl_kvc.profile import FILE_NAME
+from tests import tiny_models
+
+LAYERS, HEADS = 2, 4
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A model's folder, its tokenizer with some punctuation."""
+    folder = tiny_models.write(tmp_path_factory.mktemp("model"), layers=LAYERS)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_tokens([".", "?!", "«", "$", "'s", "5."])
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<answer>", "***"]})
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def runner(folder):
+    """What of SGLang's model runner the facts are read from."""
+    args = ServerArgs(model_path=str(folder), device="cpu")
+    set_global_server_args_for_scheduler(args)
+    init_distributed_environment(
+        world_size=1, rank=0, local_rank=0, backend="gloo",
+        distributed_init_method=f"file://{folder / 'rendezvous'}",
+    )  # fmt: skip
+    initialize_model_parallel()
+    try:
+        yield SimpleNamespace(
+            model=LlamaForCausalLM(AutoConfig.from_pretrained(folder)),
+            server_args=args,
+            token_to_kv_pool=SimpleNamespace(layer_num=LAYERS, head_num=HEADS),
+            ps=SimpleNamespace(tp_rank=0, tp_size=1),
+        )
+    finally:
+        destroy_model_parallel()
+        destroy_distributed_environment()
+
+
+def test_what_methods_need_are_facts():
+    named = {need for family in FAMILIES for m in methods(family).values() for need in m.needs}
+    assert named
+    assert named <= set(ModelFacts.__dataclass_fields__)
+
+
+def test_rotation_is_the_models(runner, folder):
+    facts = read_facts(runner)
+    config = AutoConfig.from_pretrained(folder)
+    cos, sin = LlamaRotaryEmbedding(config)(torch.zeros(1), torch.arange(100)[None])
+    half = config.head_dim // 2
+    expected = torch.cat((cos[0, :, :half], sin[0, :, :half]), -1)
+    torch.testing.assert_close(facts.cos_sin[:100].float(), expected, atol=1e-5, rtol=1e-5)
+    assert facts.neox
+
+
+def test_output_projections_are_references(runner):
+    facts = read_facts(runner)
+    assert len(facts.output_projection) == LAYERS
+    for weight, layer in zip(facts.output_projection, runner.model.model.layers, strict=True):
+        assert weight.data_ptr() == layer.self_attn.o_proj.weight.data_ptr()
+        assert weight.shape == (256, 8 * 32)
+
+
+def test_no_output_projection_where_one_is_packed(runner, monkeypatch):
+    packed = runner.model.model.layers[1].self_attn.o_proj
+    monkeypatch.setattr(packed, "use_intel_amx_backend", True, raising=False)
+    assert read_facts(runner).output_projection is None
+
+
+def test_kinds_of_tokens(runner, folder):
+    facts, tokenizer = read_facts(runner), AutoTokenizer.from_pretrained(folder)
+    special = tokenizer.convert_ids_to_tokens(facts.special_tokens.tolist())
+    assert set(special) == {"<unk>", "<s>", "</s>", "<pad>", "<answer>", "***"}
+    marks = tokenizer.convert_ids_to_tokens(facts.punctuation.tolist())
+    assert set(marks) == {".", "?!", "«", "$"}
+
+
+def test_nothing_is_loaded_before_it_is_asked_for(runner):
+    facts = read_facts(runner)
+    assert "cos_sin" not in repr(facts)
+    assert set(vars(facts)) == {"_runner"}
+    assert facts.head_profile is None
+
+
+def test_head_profile(runner, folder, tmp_path, monkeypatch):
+    heads = [[0.25 * head for head in range(HEADS)] for _ in range(LAYERS)]
+    beside = folder / FILE_NAME
+    beside.write_text(json.dumps({"heads": heads}))
+    try:
+        assert read_facts(runner).head_profile.tolist() == heads
+        half = SimpleNamespace(**vars(runner) | {"ps": SimpleNamespace(tp_rank=1, tp_size=2)})
+        half.token_to_kv_pool = SimpleNamespace(layer_num=LAYERS, head_num=HEADS // 2)
+        assert read_facts(half).head_profile.tolist() == [row[2:] for row in heads]
+    finally:
+        beside.unlink()
+    named = tmp_path / "profile.json"
+    monkeypatch.setenv(PROFILE_VARIABLE, str(named))
+    with pytest.raises(FactsError, match=r"profile\.json"):
+        _ = read_facts(runner).head_profile
+    named.write_text(json.dumps({"heads": heads[:1]}))
+    with pytest.raises(FactsError, match="1 layers of 4 KV heads; the model has 2 layers of 4"):
+        _ = read_facts(runner).head_profile
