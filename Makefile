@@ -3,6 +3,8 @@ PYTHON ?= python3
 PORT ?= 8000
 BIN := .venv/bin
 READY := .venv/.ready
+# The tests compare with it. It asks for an older transformers than SGLang's, and works without.
+KVPRESS := kvpress==0.5.5
 
 .PHONY: install serve demo test lint bench quality eval recall lock clean
 
@@ -11,6 +13,7 @@ install: $(READY)  ## set-up only
 $(READY): requirements.lock pyproject.toml
 	test -x $(BIN)/python || $(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -r requirements.lock
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(KVPRESS)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --editable .
 	touch $(READY)
 
@@ -45,7 +48,7 @@ recall: install  ## train the embedded model again, into build/recall
 	$(BIN)/python -m kvc_recall.train --out build/recall
 
 lock: install  ## write the versions in .venv to requirements.lock
-	{ head -2 requirements.lock; $(BIN)/python -m pip freeze --exclude sgl-kvc; } > .lock
+	{ head -2 requirements.lock; $(BIN)/python -m pip freeze --exclude sgl-kvc --exclude kvpress; } > .lock
 	mv .lock requirements.lock
 
 clean:

@@ -51,10 +51,12 @@ FIRST_MIX = {
 }  # fmt: skip
 # The last stage: codes are learnt by then; long answers and counting are not.
 LAST_MIX = {
-    "dense": 0.07, "sparse": 0.05, "single": 0.02, "questions": 0.54, "copy": 0.12,
-    "votes": 0.12, "chains": 0.04, "several": 0.04,
+    "dense": 0.06, "sparse": 0.05, "single": 0.02, "questions": 0.52, "copy": 0.11,
+    "votes": 0.16, "chains": 0.04, "several": 0.04,
 }  # fmt: skip
 FIRST_LENGTH = 64
+NO_ANSWER, ANSWER_WORD, GO_ON_OR_STOP = range(3)
+_ENDS = {INDEX[EOS], INDEX[";"]}
 COPIED = VALUES + COLOURS + ANIMALS + VARIABLES + CANDIDATES
 SHARED = 0.6
 
@@ -121,7 +123,7 @@ def _questions(length: int, rng: Random) -> Facts:
     size = _value_words(length, rng)
     room, each = length - 11, 4 + 5 + size  # an entry in the list and its answer
     asked = rng.randint(2, max(2, min(8, room // (each + CODE_LINE + size))))
-    if length >= 1024 and rng.random() < 0.7:
+    if length >= 1024 and rng.random() < 0.5:
         asked = 8
     most = max(asked, min(24, (room - asked * each) // (CODE_LINE + size)))
     n, shared, sort = rng.randint(asked, most), rng.random() < 0.8, rng.random() < 0.4
@@ -187,7 +189,10 @@ def draw_prompt(kind: str, length: int, rng: Random) -> Prompt:
 
 
 def pack(prompt: Prompt, length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Ids `[length]` and, for each, whether it belongs to an answer (`<eos>` included)."""
+    """Ids `[length]` and, for each, `NO_ANSWER`, `ANSWER_WORD` or `GO_ON_OR_STOP` (`int8`).
+
+    The last are `<eos>` and what stands between the parts of an answer.
+    """
     pieces = [
         (f"{BOS} {prompt.text}{marker(prompt.text)}", False),
         (f"{prompt.answer} {EOS}", True),
@@ -196,12 +201,13 @@ def pack(prompt: Prompt, length: int) -> tuple[np.ndarray, np.ndarray]:
         asked = f"{turn.question}{marker(turn.question)}"
         pieces += [(asked, False), (f"{turn.answer} {EOS}", True)]
     ids = np.full(length, INDEX[PAD], dtype=np.int64)
-    wanted = np.zeros(length, dtype=bool)
+    wanted = np.zeros(length, dtype=np.int8)
     at = 0
     for text, answer in pieces:
         new = [INDEX[w] for w in text.split()][: length - at]
         ids[at : at + len(new)] = new
-        wanted[at : at + len(new)] = answer
+        if answer:
+            wanted[at : at + len(new)] = [GO_ON_OR_STOP if i in _ENDS else ANSWER_WORD for i in new]
         at += len(new)
     return ids, wanted
 

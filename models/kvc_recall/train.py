@@ -24,7 +24,7 @@ import torch.multiprocessing
 import torch.nn.functional as F
 from torch import Tensor
 
-from .mixture import batch
+from .mixture import GO_ON_OR_STOP, NO_ANSWER, batch
 from .model import Model, Shape, save
 
 logger = logging.getLogger("kvc_recall.train")
@@ -34,10 +34,10 @@ logger = logging.getLogger("kvc_recall.train")
 class Plan:
     """The schedule. Lengths in tokens, everything else in steps unless named otherwise."""
 
-    steps: int = 1700
+    steps: int = 2400
     warm_up: int = 100
-    decay_from: int = 800
-    long_from: int = 1130
+    decay_from: int = 1000
+    long_from: int = 1600
     long_share: float = 0.2
     rate: float = 4e-3
     final_rate: float = 0.03
@@ -51,7 +51,9 @@ class Plan:
     long_stage: tuple[int, int] = (2048, 4)
     others: int = 512  # tokens outside answers that count in the loss
     others_weight: float = 0.2
-    rows_weight: float = 0.5  # of the mean over rows, in the last stage: short answers drown else
+    # In the last stage, so that few tokens do not drown among many:
+    rows_weight: float = 0.5  # of the mean over rows, for short answers
+    ends_weight: float = 0.5  # of the mean over what goes on with an answer or ends it
 
 
 def learning_rate(plan: Plan, step: int) -> float:
@@ -75,14 +77,15 @@ def optimizers(model: Model, plan: Plan) -> list[torch.optim.Optimizer]:
 
 
 def step_loss(
-    model: Model, ids: Tensor, wanted: Tensor, plan: Plan, rows_weight: float,
-    generator: torch.Generator,
+    model: Model, ids: Tensor, wanted: Tensor, plan: Plan, last: bool, generator: torch.Generator
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Loss, mean loss of answer tokens, and whether each token was right `[B, T-1]` (or no answer).
 
-    `ids` and `wanted` are `[B, T]`; the last token is predicted and never read.
+    `ids` and `wanted` (as `mixture.pack` makes them) are `[B, T]`; the last token is predicted and
+    never read. `last`: the last stage.
     """
-    targets, marks = ids[:, 1:].flatten(), wanted[:, 1:].flatten()
+    targets, kinds = ids[:, 1:].flatten(), wanted[:, 1:].flatten()
+    marks = kinds != NO_ANSWER
     with torch.autocast("cpu", torch.bfloat16):
         hidden = model(ids[:, :-1].contiguous()).flatten(0, 1)
     answers = marks.nonzero().squeeze(1)
@@ -93,8 +96,10 @@ def step_loss(
     losses = F.cross_entropy(logits, targets[chosen], reduction="none")
     answer_loss = losses[: len(answers)].mean()
     loss = answer_loss + plan.others_weight * losses[len(answers) :].mean()
-    if rows_weight:
-        loss = loss + rows_weight * (losses[: len(answers)] * _row_shares(wanted)).sum()
+    if last:
+        of_answers = losses[: len(answers)]
+        loss = loss + plan.rows_weight * (of_answers * _row_shares(wanted)).sum()
+        loss = loss + plan.ends_weight * of_answers[kinds[answers] == GO_ON_OR_STOP].mean()
     right = torch.ones_like(marks)
     right[answers] = logits[: len(answers)].argmax(-1) == targets[answers]
     return loss, answer_loss.detach(), right.view(ids.shape[0], -1)
@@ -102,7 +107,7 @@ def step_loss(
 
 def _row_shares(wanted: Tensor) -> Tensor:
     """The weight of each answer token in a mean over rows of the mean over a row's tokens."""
-    marks = wanted[:, 1:]
+    marks = wanted[:, 1:] != NO_ANSWER
     shares = marks / marks.sum(1, keepdim=True).clamp(min=1) / len(marks)
     return shares[marks]
 
@@ -152,11 +157,9 @@ class Trainer:
         ids, wanted, kinds = batch(size // self.workers, length, self.rows, last)
         # One token of padding is predicted and never read, so that compiled shapes are round.
         tokens, answers = (F.pad(torch.from_numpy(a), (0, 1)) for a in (ids, wanted))
-        loss, answer_loss, right = step_loss(
-            self.model, tokens, answers, plan, plan.rows_weight * last, self.others
-        )
+        loss, answer_loss, right = step_loss(self.model, tokens, answers, plan, last, self.others)
         loss.backward()
-        marks = answers[:, 1:]
+        marks = answers[:, 1:] != NO_ANSWER
         for kind, row, mark in zip(kinds, right, marks, strict=True):
             self.kinds[kind].append(row[mark].float().mean().item())
         dense = torch.tensor([kind == "dense" for kind in kinds])

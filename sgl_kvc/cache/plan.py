@@ -20,6 +20,8 @@ class Plan:
     spec : the request's knob.
     tokens : token ids of the whole prompt.
     layers : layers this rank holds.
+    states : what the scorer's ``observe`` returned for this very prompt before, by layer; the
+        prompt need not be prefilled from its beginning then.
 
     Attributes
     ----------
@@ -28,6 +30,7 @@ class Plan:
     tail_begin : the position S, where the whole blocks of what is compressed end.
     scored : tokens that are scored. Without a question all of the prompt; else S, and
         compression comes before the question is read.
+    states : what a scorer with ``observe`` has gathered, by layer.
     """
 
     def __init__(
@@ -37,6 +40,7 @@ class Plan:
         page_size: int,
         layers: int,
         facts: ModelFacts | None = None,
+        states: list[Any] | None = None,
     ):
         self.spec = spec
         self.prompt_tokens = len(tokens)
@@ -50,7 +54,8 @@ class Plan:
         self._scores: list[torch.Tensor | None] = [None] * layers
         self._statistics: list[torch.Tensor | None] = [None] * layers
         self._queries: dict[int, torch.Tensor] = {}
-        self._states: dict[int, Any] = {}
+        self.states: list[Any] = states or [None] * layers
+        self._observe = None if states else self._scorer.observe
 
     def observe(
         self,
@@ -82,14 +87,14 @@ class Plan:
             tokens=self._tokens[:done].to(keys.device),
             kept=self.segment_blocks * self._page_size,
             facts=self._facts,
-            state=self._states.get(layer),
+            state=self.states[layer],
         )
-        if self._scorer.observe is not None:
-            self._states[layer] = self._scorer.observe(context)
+        if self._observe is not None:
+            self.states[layer] = self._observe(context)
         if done < self.scored:
             self._queries[layer] = window.clone()
             return
-        context = dataclasses.replace(context, queries=window, state=self._states.pop(layer, None))
+        context = dataclasses.replace(context, queries=window, state=self.states[layer])
         self._scores[layer] = self._scorer.run(context)
         if self._apportioner.observe is not None:
             self._statistics[layer] = self._apportioner.observe(context)

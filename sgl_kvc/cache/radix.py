@@ -7,7 +7,9 @@ blocks in the tree are never modified, so sharing stays safe.
 
 from __future__ import annotations
 
+import hashlib
 import logging
+from array import array
 
 import torch
 from kvc_kernels.compact import compact, move
@@ -18,6 +20,7 @@ from sglang.srt.mem_cache.common import evict_from_tree_cache, maybe_cache_unfin
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
 from sgl_kvc import report
+from sgl_kvc.cache.memory import StateMemory
 from sgl_kvc.cache.plan import Plan
 from sgl_kvc.policy.base import FactsError, ModelFacts
 from sgl_kvc.policy.catalog import methods
@@ -33,6 +36,7 @@ class CompressingRadixCache(RadixCache):
 
     Attributes
     ----------
+    memory : what scorers that look at every query saw of earlier prompts.
     plans : prompts being prefilled that will be compressed, by request row. The attention
         backend lets them look at every chunk.
     """
@@ -40,6 +44,7 @@ class CompressingRadixCache(RadixCache):
     def __init__(self, params: CacheInitParams):
         self.pool: ArenaKVPool = params.token_to_kv_pool_allocator.get_kvcache()
         self.plans: dict[int, Plan] = self.pool.plans
+        self.memory = StateMemory()
         self.block = report.BlockSize(params.page_size, self.pool.block_bytes)
         self._released = False
         super().__init__(params)
@@ -48,6 +53,7 @@ class CompressingRadixCache(RadixCache):
         """Forget the tree and every request's compression state."""
         super().reset()
         self.plans.clear()
+        self.memory.clear()
         self.pool.segments.reset()
 
     # ------------------------------------------------------------------ a request's life
@@ -64,7 +70,12 @@ class CompressingRadixCache(RadixCache):
         skipped = None if spec.off else self._reason_to_skip(req, spec, len(tokens))
         if not spec.off and skipped is None:
             self.plans[row] = Plan(
-                spec, tokens, self.page_size, self.pool.layer_num, self.pool.facts
+                spec,
+                tokens,
+                self.page_size,
+                self.pool.layer_num,
+                self.pool.facts,
+                getattr(req, "kvc_states", None),
             )
             skipped = "the request ended before its first token was decoded"
         req.kvc_report = report.uncompressed(len(tokens), self.block, skipped)
@@ -88,7 +99,8 @@ class CompressingRadixCache(RadixCache):
         """Match at most the prompt minus the window when the request will be compressed.
 
         The queries its scores need have to be computed, and a request's result must not
-        depend on what others left in the cache.
+        depend on what others left in the cache. A scorer that looks at every query forbids any
+        match, unless it is remembered what it saw of this prompt.
         """
         req = params.req
         if req is not None:
@@ -97,7 +109,10 @@ class CompressingRadixCache(RadixCache):
             if not spec.off and spec.reason_to_skip(tokens, self.page_size) is None:
                 if spec.question_tokens:
                     tokens = spec.whole_blocks(tokens, self.page_size) * self.page_size
-                limit = 0 if spec.all_queries else max(0, min(len(key), tokens - spec.window))
+                limit = max(0, min(len(key), tokens - spec.window))
+                if spec.all_queries:
+                    req.kvc_states = self.memory.get(self._memory_key(req))
+                    limit = limit if req.kvc_states else 0
                 params.key = RadixKey(key.token_ids, key.extra_key, key.is_bigram, limit)
         return super().match_prefix(params)
 
@@ -139,6 +154,20 @@ class CompressingRadixCache(RadixCache):
         self.token_to_kv_pool_allocator.free_segment(owned, start_pos=begin)
         self.pool.segments.clear(row)
 
+    def _memory_key(self, req) -> tuple:
+        """What the states of a scorer with ``observe`` follow from."""
+        key = getattr(req, "kvc_memory_key", None)
+        if key is None or key[0] != len(compressible(req)):
+            spec, tokens = spec_of(req), compressible(req)
+            scored = len(tokens)
+            if spec.question_tokens:
+                scored = spec.whole_blocks(scored, self.page_size) * self.page_size
+            digest = hashlib.blake2b(memoryview(array("q", tokens[:scored]))).digest()
+            parameters = tuple(sorted(spec.parameters.items()))
+            key = (len(tokens), digest, req.extra_key, spec.scorer, parameters, spec.sinks)
+            req.kvc_memory_key = key
+        return key[1:]
+
     def _row(self, row: int, tokens: int) -> torch.Tensor:
         return self.req_to_token_pool.req_to_token[row, :tokens].to(torch.int64, copy=True)
 
@@ -171,6 +200,8 @@ class CompressingRadixCache(RadixCache):
             req.kvc_report["skipped"] = "no free blocks to compress into"
             return
         selection = plan.select()
+        if plan.spec.all_queries:
+            self.memory.put(self._memory_key(req), plan.states)
         slots = self.req_to_token_pool.req_to_token[row]
         source = slots[: plan.tail_begin].clone()
         target = segment[:: self.page_size] // self.page_size

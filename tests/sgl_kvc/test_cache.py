@@ -40,6 +40,7 @@ KNOBS = [
     {"rate": 3, "min_tokens": 0, "policy": "streaming-llm"},
     {"rate": 4, "min_tokens": 0, "question_tokens": 7, "recent": 3},
     {"rate": 2, "min_tokens": 0, "question_tokens": 30, "policy": "random"},
+    {"rate": 3, "min_tokens": 0, "policy": "h2o", "recent": 2},
     {"budget": 12, "recompress_every": 6, "recent": 3, "sinks": 2},
     {"rate": 3, "recompress_every": 1, "recent": 0, "policy": "snapkv", "window": 2},
     {"budget": 8, "recompress_every": 9, "question_tokens": 5},
