@@ -34,7 +34,7 @@ bench: install  ## running batch and throughput at a fixed pool, off and on
 
 quality: install  ## accuracy of the embedded model at 1,024 tokens: docs/quality.md
 	rm -rf build/quality
-	$(BIN)/sgl-kvc eval --embedded --out build/quality --n 1000 --rates 2 4 8 16 32 \
+	$(BIN)/sgl-kvc eval --embedded --servers 2 --out build/quality --n 1000 --rates 2 4 8 16 32 \
 		--tasks single needles8 needles32 copy32 votes \
 		--policies kv-compress snapkv ada-kv streaming-llm random
 	cp build/quality/report.md docs/quality.md
@@ -42,7 +42,8 @@ quality: install  ## accuracy of the embedded model at 1,024 tokens: docs/qualit
 	cp build/quality/results.json bench/results/quality.json
 
 eval: install  ## every policy, rates 2 to 64, questions inside and after: build/eval
-	$(BIN)/sgl-kvc eval --embedded --out build/eval --length 1024 2048 --question inside after
+	$(BIN)/sgl-kvc eval --embedded --servers 2 --out build/eval --length 1024 2048 \
+		--question inside after
 
 recall: install  ## train the embedded model again, into build/recall
 	$(BIN)/python -m kvc_recall.train --out build/recall

@@ -124,7 +124,7 @@ def test_chunked_prefill_scores_the_same(server):
 
 
 def test_a_scorer_of_all_queries_sees_them_all_or_remembers(server):
-    """H2O takes nothing from the prefix cache for a prompt it does not know, all for one it does."""
+    """Nothing of a prompt it does not know comes from the prefix cache, all of one it does."""
     ids = prompt(1000, seed=14)
     server.generate(ids, None)
     unknown = server.generate(ids, {"rate": 8, "policy": "h2o"})

@@ -9,9 +9,9 @@ from kvc_recall import model_path
 from kvc_recall.tasks import sample
 from transformers import AutoTokenizer
 
+from bench.offline import MaskedModel
 from bench.serving import sglang
 from sgl_kvc.spec import parse
-from tests.engine.offline import MaskedModel
 
 TASKS = ("needles32", "questions8", "copy32", "chains")
 KNOBS = {

@@ -360,6 +360,7 @@ def test_forty_policies_have_forty_lines() -> None:
         ([], "give either --url or --embedded"),
         (["--url", "http://a", "--embedded"], "give either --url or --embedded"),
         (["--url", "http://a", "--", "--tp", "2"], "arguments after --"),
+        (["--url", "http://a", "--servers", "2"], "--servers is for --embedded"),
         (["--url", "http://a", "--suite", "longbench"], "--suite longbench and --data"),
         (["--url", "http://a", "--data", "x"], "--suite longbench and --data"),
         (["--url", "http://a", "--metric", "f1"], "--metric is for"),

@@ -243,10 +243,12 @@ class Lives(RuleBasedStateMachine):
                     assert positions == sorted(set(positions))
                     assert set(range(tail_begin, len(tokens))) <= set(positions)
                     spec, in_segment = spec_of(req), len(positions) - (len(tokens) - tail_begin)
-                    if tail_begin and in_segment >= spec.sinks + spec.recent:
+                    half = (tail_begin - req.cache_protected_len) // 2
+                    recent = min(spec.recent, half)
+                    if tail_begin and in_segment >= spec.sinks + recent:
                         end = tail_begin if spec.question_tokens else report["prompt_tokens"]
                         if not report.get("decode"):
-                            assert set(range(end - spec.recent, tail_begin)) <= set(positions)
+                            assert set(range(end - recent, tail_begin)) <= set(positions)
                         assert set(range(spec.sinks)) <= set(positions)
                     kept.append(len(positions))
             if spec_of(req).recompress_every and not report["skipped"]:

@@ -31,32 +31,44 @@ def run(options: argparse.Namespace, worker_args: tuple[str, ...]) -> int:
     check(options, worker_args)
     suite = _suite(options)
     try:
-        with _server(options, worker_args) as url:
-            done = asyncio.run(_evaluate(url, suite, options))
+        with _servers(options, worker_args) as urls:
+            done = asyncio.run(_evaluate(urls, suite, options))
     except (ServerFailed, RequestFailed, EndpointLost) as error:
         _say(str(error))
         return 1
-    Console().print(f"{options.out / report.REPORT} tells all; {options.out} holds the curves.")
+    print(f"The tables are in {options.out / report.REPORT}, the curves beside it.")
     if done["failed"]:
         _say(f"{done['failed']} requests failed; run the same command again to retry them")
     return 1 if done["failed"] else 0
 
 
-async def _evaluate(url: str, suite: Suite, options: argparse.Namespace) -> dict[str, Any]:
+async def _evaluate(urls: list[str], suite: Suite, options: argparse.Namespace) -> dict[str, Any]:
     begin = time.perf_counter()
-    async with Endpoint(url, options.model, options.api_key, options.timeout) as endpoint:
-        await endpoint.probe()
+    async with contextlib.AsyncExitStack() as stack:
+        endpoints = [
+            await stack.enter_async_context(
+                Endpoint(url, options.model, options.api_key, options.timeout)
+            )
+            for url in urls
+        ]
+        for one in endpoints:
+            await one.probe()
+        endpoint = endpoints[0]
+        for other in endpoints[1:]:
+            if (other.model, other.compresses) != (endpoint.model, endpoint.compresses):
+                raise SettingsError(f"--url: {other.url} does not serve what {endpoint.url} does")
         grid = await _grid(endpoint, suite, options)
         load = Load(options.concurrent, _batched(endpoint, suite, options))
         store = Store(options.out, grid)
         before = len(store.records())
         with _progress() as progress:
             bar = progress.add_task("answers", total=len(grid.all_cells()) * grid.n)
-            await measure(endpoint, suite, grid, store, load, lambda n: progress.advance(bar, n))
+            await measure(endpoints, suite, grid, store, load, lambda n: progress.advance(bar, n))
     records = store.records()
     done = {
         "command": shlex.join(["sgl-kvc", *_said(sys.argv[1:])]),
         "arguments": grid.to_json(),
+        "servers": len(endpoints),
         "concurrent": load.concurrent,
         "batched": load.batched,
         "compresses": endpoint.compresses,
@@ -153,17 +165,18 @@ def _batched(endpoint: Endpoint, suite: Suite, options: argparse.Namespace) -> b
 
 
 @contextlib.contextmanager
-def _server(options: argparse.Namespace, worker_args: tuple[str, ...]) -> Iterator[str]:
-    """The URL to ask."""
-    if options.url is not None:
+def _servers(options: argparse.Namespace, worker_args: tuple[str, ...]) -> Iterator[list[str]]:
+    """The URLs to ask."""
+    if options.url:
         yield options.url
         return
     options.out.mkdir(parents=True, exist_ok=True)
     # A block's prompts in the tree, once more for policies that read nothing from it, segments.
-    pool = max(65536, 3 * options.concurrent * max(options.length))
-    log = options.out / "server.log"
-    with embedded(log, "--max-total-tokens", str(pool), *worker_args) as url:
-        yield url
+    pool = str(max(65536, 3 * options.concurrent * max(options.length)))
+    with embedded(
+        options.out, options.servers, "--max-total-tokens", pool, *worker_args
+    ) as urls:  # fmt: skip
+        yield urls
 
 
 def _say(sentence: str) -> None:

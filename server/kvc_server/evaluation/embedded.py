@@ -1,8 +1,10 @@
-"""A server of our own on the embedded model, for as long as it is needed."""
+"""Servers of our own on the embedded model, for as long as they are needed."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import os
 import signal
 import subprocess
 import sys
@@ -19,40 +21,61 @@ _STOP_WITHIN_S = 15
 
 
 class ServerFailed(Exception):
-    """The server did not start; the message names its log."""
+    """A server did not start; the message names its log."""
+
+
+@dataclasses.dataclass(frozen=True)
+class _Server:
+    process: subprocess.Popen[bytes]
+    url: str
+    log: Path
 
 
 @contextlib.contextmanager
-def embedded(log: Path, *worker_args: str) -> Iterator[str]:
-    """`sgl-kvc serve` on a free port, ready, stopped afterwards; its URL.
+def embedded(folder: Path, count: int, *worker_args: str) -> Iterator[list[str]]:
+    """`count` times `sgl-kvc serve` on free ports, all ready, stopped afterwards; their URLs.
 
-    What it prints goes to `log`, `worker_args` go to SGLang. Raises ServerFailed.
+    They share the cores evenly. What they print goes to server-N.log in `folder`, `worker_args`
+    go to SGLang. Raises ServerFailed.
     """
+    threads = max(1, (os.cpu_count() or 1) // count)
+    with contextlib.ExitStack() as stack:
+        servers = [
+            stack.enter_context(_started(folder / f"server-{number}.log", threads, *worker_args))
+            for number in range(1, count + 1)
+        ]
+        for server in servers:
+            _wait_ready(server)
+        yield [server.url for server in servers]
+
+
+@contextlib.contextmanager
+def _started(log: Path, threads: int, *worker_args: str) -> Iterator[_Server]:
     port = free_port()
     command = [sys.executable, "-m", "kvc_server.cli", "serve", "--port", str(port)]
     command += ["--log-level", "warning", "--", *worker_args]
+    env = {"OMP_NUM_THREADS": str(threads)} | os.environ
     with log.open("wb") as output:
-        server = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-    url = f"http://127.0.0.1:{port}"
+        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env)
     try:
-        _wait_ready(server, url, log)
-        yield url
+        yield _Server(process, f"http://127.0.0.1:{port}", log)
     finally:
-        server.send_signal(signal.SIGTERM)
+        process.send_signal(signal.SIGTERM)
         try:
-            server.wait(_STOP_WITHIN_S)
+            process.wait(_STOP_WITHIN_S)
         except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
+            process.kill()
+            process.wait()
 
 
-def _wait_ready(server: subprocess.Popen[bytes], url: str, log: Path) -> None:
+def _wait_ready(server: _Server) -> None:
     deadline = time.monotonic() + _READY_WITHIN_S
     while time.monotonic() < deadline:
-        if server.poll() is not None:
-            raise ServerFailed(f"the server did not start; its log is {log}")
+        if server.process.poll() is not None:
+            raise ServerFailed(f"the server did not start; its log is {server.log}")
         with contextlib.suppress(httpx.HTTPError):
-            if httpx.get(f"{url}/readiness", timeout=30).status_code == 200:
+            if httpx.get(f"{server.url}/readiness", timeout=30).status_code == 200:
                 return
         time.sleep(0.3)
-    raise ServerFailed(f"the server was not ready within {_READY_WITHIN_S} s; its log is {log}")
+    within = f"within {_READY_WITHIN_S} s"
+    raise ServerFailed(f"the server was not ready {within}; its log is {server.log}")

@@ -59,13 +59,17 @@ class Grid:
     commit: str = ""
 
     def cells(self, length: int) -> list[Cell]:
-        """All cells of one length, the uncompressed one of each question mode first."""
+        """All cells of one length, the uncompressed one of each question mode first.
+
+        A policy's rates do not follow each other: what the server remembers of a prompt's scores
+        after the first of them is there when the next is asked.
+        """
         off = [Cell(length, question, OFF, 1) for question in self.questions]
         return off + [
             Cell(length, question, policy, rate)
             for question in self.questions
-            for policy in self.policies
             for rate in self.rates
+            for policy in self.policies
         ]
 
     def all_cells(self) -> list[Cell]:

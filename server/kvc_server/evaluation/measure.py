@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from typing import Any
 
 from kvc_server.evaluation import metrics
 from kvc_server.evaluation.endpoint import Answer, Endpoint, Question, RequestFailed
@@ -56,7 +57,7 @@ class _Task:
 
 
 async def measure(
-    endpoint: Endpoint,
+    endpoints: Sequence[Endpoint],
     suite: Suite,
     grid: Grid,
     store: Store,
@@ -65,25 +66,46 @@ async def measure(
 ) -> None:
     """Fill `store` with an answer of every cell and prompt that it lacks.
 
+    Each endpoint takes the next block when it is done with one; they have to serve the same.
     `advance` is told how many answers there are more. A request that fails is recorded as
-    failed. Raises EndpointLost when not one of a block's uncompressed prompts is answered.
+    failed. Raises EndpointLost when nothing of a block's uncompressed or compressed prompts is
+    answered.
     """
     for length in grid.lengths:
-        await suite.prepare(endpoint, length)
-        cells = grid.cells(length)
-        for first in range(0, grid.n, load.concurrent):
-            indices = range(first, min(grid.n, first + load.concurrent))
-            missing = [(c, i) for c in cells for i in indices if not store.has(c, i)]
-            advance(len(cells) * len(indices) - len(missing))
-            samples = {i: suite.sample(length, i) for i in {i for _, i in missing}}
-            if any(cell.question == AFTER for cell, _ in missing):
-                await _count_questions(endpoint, samples)
-            tasks = [_Task(cell, i, samples[i]) for cell, i in missing]
-            for part in (
-                [task for task in tasks if task.cell.policy == OFF],
-                [task for task in tasks if task.cell.policy != OFF],
-            ):
-                await _ask_all(endpoint, part, store, load, advance)
+        await suite.prepare(endpoints[0], length)
+    blocks = (
+        (length, range(first, min(grid.n, first + load.concurrent)))
+        for length in grid.lengths
+        for first in range(0, grid.n, load.concurrent)
+    )
+
+    async def work(endpoint: Endpoint) -> None:
+        for length, indices in blocks:
+            await _ask_block(endpoint, suite, grid.cells(length), indices, store, load, advance)
+
+    await _all(work(endpoint) for endpoint in endpoints)
+
+
+async def _ask_block(
+    endpoint: Endpoint,
+    suite: Suite,
+    cells: list[Cell],
+    indices: range,
+    store: Store,
+    load: Load,
+    advance: Callable[[int], object],
+) -> None:
+    missing = [(c, i) for c in cells for i in indices if not store.has(c, i)]
+    advance(len(cells) * len(indices) - len(missing))
+    samples = {i: suite.sample(cells[0].length, i) for i in {i for _, i in missing}}
+    if any(cell.question == AFTER for cell, _ in missing):
+        await _count_questions(endpoint, samples)
+    tasks = [_Task(cell, i, samples[i]) for cell, i in missing]
+    for part in (
+        [task for task in tasks if task.cell.policy == OFF],
+        [task for task in tasks if task.cell.policy != OFF],
+    ):
+        await _ask_all(endpoint, part, store, load, advance)
 
 
 async def _count_questions(endpoint: Endpoint, samples: dict[int, Sample]) -> None:
@@ -117,14 +139,19 @@ async def _ask_all(
             failures.extend(record.failed for record in records if record.failed)
             advance(len(records))
 
-    workers = [asyncio.create_task(work()) for _ in range(load.requests)]
-    try:
-        await asyncio.gather(*workers)
-    finally:
-        for worker in workers:
-            worker.cancel()
+    await _all(work() for _ in range(load.requests))
     if tasks and len(failures) == len(tasks):
         raise EndpointLost(f"none of {len(tasks)} requests was answered, the last: {failures[-1]}")
+
+
+async def _all(work: Iterable[Coroutine[Any, Any, None]]) -> None:
+    """Run everything; when one raises, cancel the others."""
+    tasks = [asyncio.create_task(one) for one in work]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 async def _ask_group(endpoint: Endpoint, group: list[_Task], batched: bool) -> list[Record]:

@@ -19,9 +19,12 @@ DEFAULT_N = 200
 def add_options(parser: argparse.ArgumentParser) -> None:
     """The options of the command."""
     add = parser.add_argument
-    add("--url", help="an OpenAI-compatible server, such as http://127.0.0.1:8000")
+    add("--url", nargs="+",
+        help="an OpenAI-compatible server, or several that serve the same")  # fmt: skip
     add("--embedded", action="store_true",
         help="start a server on the embedded model; arguments after -- go to SGLang")  # fmt: skip
+    add("--servers", type=int, default=1, metavar="N",
+        help="how many --embedded starts, sharing the cores (default: %(default)s)")  # fmt: skip
     add("--model", help="name to ask for (default: the first the server lists)")
     add("--api-key", metavar="KEY", default=os.environ.get("OPENAI_API_KEY"),
         help="sent as a bearer token (default: $OPENAI_API_KEY)")  # fmt: skip
@@ -46,7 +49,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="prompts a point, over all tasks together (default: 200, longbench all)")  # fmt: skip
     add("--seed", type=int, default=0, help="which prompts (default: %(default)s)")
     add("--concurrent", type=int, default=32, metavar="N",
-        help="prompts asked at once (default: %(default)s)")  # fmt: skip
+        help="prompts asked of a server at once (default: %(default)s)")  # fmt: skip
     add("--batched", action=argparse.BooleanOptionalAction,
         help="many prompts in one request (default: where suite and server can)")  # fmt: skip
     add("--timeout", type=float, default=600, metavar="S",
@@ -60,6 +63,8 @@ def check(options: argparse.Namespace, worker_args: tuple[str, ...]) -> None:
     """
     if options.embedded == (options.url is not None):
         raise SettingsError("give either --url or --embedded")
+    if options.servers != 1 and not options.embedded:
+        raise SettingsError("--servers is for --embedded; give several to --url")
     if worker_args and not options.embedded:
         raise SettingsError("arguments after -- go to the server that --embedded starts")
     options.suite = options.suite or ("recall" if options.embedded else "ruler")
@@ -69,7 +74,7 @@ def check(options: argparse.Namespace, worker_args: tuple[str, ...]) -> None:
         if getattr(options, name) is not None and options.data is None:
             raise SettingsError(f"--{name} is for the suite longbench")
     options.length = options.length or [DEFAULT_LENGTH[options.suite]]
-    for name, least in (("n", 1), ("concurrent", 1)):
+    for name, least in (("n", 1), ("concurrent", 1), ("servers", 1)):
         value = getattr(options, name)
         if value is not None and value < least:
             raise SettingsError(f"--{name} must be at least {least} (got {value})")

@@ -6,9 +6,11 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from transformers import AttentionInterface, AutoModelForCausalLM, DynamicCache
+from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
+from sgl_kvc import profile
 from sgl_kvc.cache.plan import Plan
+from sgl_kvc.policy.base import ModelFacts
 from sgl_kvc.spec import CompressionSpec
 
 
@@ -25,14 +27,30 @@ class MaskedModel:
         AttentionInterface.register("kvc_offline", self._attention)
         self.model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="kvc_offline")
         self.config, self.page_size = self.model.config, page_size
+        self.facts = self._read_facts(folder)
         self._plan: Plan | None = None
         self._hidden: torch.Tensor | None = None  # bool [L, H, S], keys a head has lost
+        self._seen: list[tuple[torch.Tensor, ...]] | None = None
+
+    @torch.inference_mode()
+    def prefill(self, tokens: list[int]) -> None:
+        """One forward over `tokens`, for its time."""
+        self._plan = self._hidden = None
+        self.model(torch.tensor([tokens]), past_key_values=DynamicCache(), logits_to_keep=1)
+
+    @torch.inference_mode()
+    def layers(self, tokens: list[int]) -> list[tuple[torch.Tensor, ...]]:
+        """Of every layer queries [n, H*G, D], keys and values [n, H, D], rotated."""
+        self._seen = []
+        self.prefill(tokens)
+        seen, self._seen = self._seen, None
+        return seen
 
     @torch.inference_mode()
     def generate(self, tokens: list[int], spec: CompressionSpec, most: int) -> list[int]:
         """Up to `most` tokens, the end of sequence included."""
         layers = self.config.num_hidden_layers
-        plan = self._plan = Plan(spec, tokens, self.page_size, layers)
+        plan = self._plan = Plan(spec, tokens, self.page_size, layers, self.facts)
         self._hidden, cache = None, DynamicCache()
         logits = self.model(torch.tensor([tokens[: plan.scored]]), past_key_values=cache).logits
         self._plan = None
@@ -50,12 +68,35 @@ class MaskedModel:
             out.append(int(logits[0, -1].argmax()))
         return out
 
+    @torch.inference_mode()
+    def _read_facts(self, folder: Path) -> ModelFacts:
+        body, half = self.model.model, self.config.head_dim // 2
+        positions = torch.arange(self.config.max_position_embeddings)[None]
+        cos, sin = body.rotary_emb(torch.zeros(1), positions)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        marks = [i for i in range(len(tokenizer)) if tokenizer.decode([i]).strip() in set(".,;:?")]
+        file = folder / profile.FILE_NAME
+        return ModelFacts(
+            cos_sin=torch.cat((cos[0, :, :half], sin[0, :, :half]), -1),
+            output_projection=[layer.self_attn.o_proj.weight for layer in body.layers],
+            special_tokens=torch.tensor(tokenizer.all_special_ids),
+            punctuation=torch.tensor(marks),
+            head_profile=profile.read(file) if file.is_file() else None,
+        )
+
     def _attention(self, module, query, key, value, attention_mask, scaling, **_kwargs):
         """`query [1, Hq, t, D]`, `key` and `value [1, H, n, D]` with the new tokens last."""
         new, total = query.shape[2], key.shape[2]
+        by_token = tuple(x[0].transpose(0, 1) for x in (query, key, value))
+        if self._seen is not None:
+            self._seen.append(by_token)
         if self._plan is not None:
-            by_token = [x[0].transpose(0, 1) for x in (query, key, value)]
             self._plan.observe(module.layer_idx, *by_token, scaling)
+        if self._hidden is None and new == total:
+            out = F.scaled_dot_product_attention(
+                query, key, value, is_causal=True, scale=scaling, enable_gqa=True
+            )
+            return out.transpose(1, 2), None
         visible = torch.ones(new, total, dtype=torch.bool).tril(total - new)
         visible = visible.expand(key.shape[1], new, total)
         if self._hidden is not None:
