@@ -25,7 +25,7 @@ from sgl_kvc.policy.presets import DEFAULT_POLICY, PRESETS, Preset
 
 MAX_RATE = 1024.0
 CUSTOM_PARAM = "kv_compression"
-LEAST_RECENT = 8
+LEAST_RECENT = 32
 
 
 class SpecError(ValueError):

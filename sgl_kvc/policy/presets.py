@@ -67,14 +67,14 @@ PRESETS: dict[str, Preset] = {
     "kvc-full": Preset("full-attention", "global", "KVC-full, KV-Compress, arXiv 2410.00161"),
     "keyformer": Preset("keyformer", "uniform", "Keyformer, arXiv 2403.09054", sinks=0),
     "expected-attention": Preset(
-        "expected-attention", "adaptive", "Expected Attention, arXiv 2510.00636", recent=0
+        "expected-attention", "adaptive", "Expected Attention, arXiv 2510.00636"
     ),
     # --- by keys and values alone ---
     "knorm": Preset(
-        "knorm", "uniform", "L2 norm-based compression, arXiv 2406.11430", sinks=0, recent=0
+        "knorm", "uniform", "L2 norm-based compression, arXiv 2406.11430", sinks=0
     ),
-    "keydiff": Preset("keydiff", "uniform", "KeyDiff, arXiv 2504.15364", sinks=0, recent=0),
-    "lagkv": Preset("lagkv", "uniform", "LagKV, arXiv 2504.04704", recent=0),
+    "keydiff": Preset("keydiff", "uniform", "KeyDiff, arXiv 2504.15364", sinks=0),
+    "lagkv": Preset("lagkv", "uniform", "LagKV, arXiv 2504.04704"),
     # --- by what a head is for; the papers' 4,000 and 256 recent keys suit far longer prompts ---
     "razor-attention": Preset(
         "attention-window", "head-profile", "RazorAttention, arXiv 2407.15891",

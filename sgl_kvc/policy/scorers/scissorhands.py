@@ -8,7 +8,7 @@ from kvc_kernels.score import causal_attention
 from sgl_kvc.policy.base import LayerContext
 
 SOURCE = "Scissorhands, arXiv 2305.17118, algorithm 2"
-PARAMETERS = {"window": (400, 1, 1024)}
+PARAMETERS = {"window": (64, 1, 1024)}
 
 
 def score(context: LayerContext, window: int) -> torch.Tensor:
