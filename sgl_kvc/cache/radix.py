@@ -12,19 +12,18 @@ import logging
 from array import array
 
 import torch
-from kvc_kernels.compact import compact, move
-from kvc_kernels.pages import Rows, head_pages
+from kvc_kernels.compact import compact
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.common import evict_from_tree_cache, maybe_cache_unfinished_req
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
 from sgl_kvc import report
+from sgl_kvc.cache import continual
 from sgl_kvc.cache.memory import StateMemory
 from sgl_kvc.cache.plan import Plan
 from sgl_kvc.policy.base import FactsError, ModelFacts
 from sgl_kvc.policy.catalog import methods
-from sgl_kvc.policy.selection import Selection, select
 from sgl_kvc.pool.arena import ArenaKVPool
 from sgl_kvc.spec import CUSTOM_PARAM, CompressionSpec, parse
 
@@ -145,7 +144,7 @@ class CompressingRadixCache(RadixCache):
         self.plans.pop(row, None)
         begin = self.pool.segments.begin(row)
         if self.pool.segments.counts(row):
-            self._note_peak(req, kv_len_to_handle)
+            continual.note_peak(req, kv_len_to_handle - (begin or 0))
         if begin is None:
             self.pool.segments.clear(row)
             super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
@@ -210,7 +209,8 @@ class CompressingRadixCache(RadixCache):
 
         begin = plan.tail_begin - tokens
         if plan.spec.recompress_every:
-            self._start_metric(plan, selection, target, slots[plan.tail_begin : plan.scored])
+            tail = slots[plan.tail_begin : plan.scored].long()
+            continual.start_metric(self.pool, plan, selection, target, tail)
             self.pool.segments.count(row)
         slots[:begin] = 0
         slots[begin : plan.tail_begin] = segment.to(slots.dtype)
@@ -229,112 +229,13 @@ class CompressingRadixCache(RadixCache):
         )
 
 
-    # ------------------------------------------------------------- compression in decode
-
     def compress_due(self, req) -> None:
         """Before a decode step of `req`: compress its prompt, or what it holds again, if due."""
         if req.req_pool_idx in self.plans:
             if req.sampling_params.max_new_tokens > 1:
                 maybe_cache_unfinished_req(req, self)
         elif self.pool.segments.counts(req.req_pool_idx):
-            self._recompress(req)
-
-    def _recompress(self, req) -> None:
-        """Compress segment and tail again if enough was decoded.
-
-        Its KVs are ranked by their metric: their scores from prefill plus the squared
-        attention every decode step gave them (arXiv 2410.00161, eq. 20).
-        """
-        row, page, segments = req.req_pool_idx, self.page_size, self.pool.segments
-        spec, length = spec_of(req), req.kv_committed_len
-        begin, tail, end = segments.begin(row) or 0, segments.tail(row), length // page * page
-        blocks = spec.blocks_for(end // page, page)
-        if end - tail < max(page, spec.recompress_every) or blocks * page >= end - begin:
-            return
-        self._note_peak(req, length)
-        evict_from_tree_cache(self, blocks * page)
-        segment = self.token_to_kv_pool_allocator.alloc(blocks * page)
-        if segment is None:
-            return  # there may be room at a later step
-        held, first = self._held_pages(row, end)
-        scores = self.pool.metric.flatten(0, 2)[held]
-        scores[torch.arange(held.shape[1], device=held.device) < first[:, None]] = -torch.inf
-        layers, heads = self.pool.layer_num, self.pool.head_num
-        selection = select(
-            scores.view(layers, heads, -1),
-            spec,
-            blocks,
-            page,
-            tail=length - end,
-            first=first * page,
-            facts=self.pool.facts,
-        )
-        head = torch.repeat_interleave(
-            torch.arange(layers * heads, device=held.device), selection.pages * page
-        )
-        source, offset = held[head, selection.positions // page], selection.positions % page
-        target = segment[::page] // page
-        for arena in (self.pool.arena_k, self.pool.arena_v, self.pool.metric):
-            move(arena, source, offset, target)
-
-        slots, new_begin = self.req_to_token_pool.req_to_token[row], end - blocks * page
-        self.token_to_kv_pool_allocator.free_segment(slots[begin:end].clone(), start_pos=begin)
-        slots[begin:new_begin] = 0
-        slots[new_begin:end] = segment.to(slots.dtype)
-        segments.set(row, new_begin, end, selection.pages)
-        self._released = True
-        req.cache_protected_len = new_begin
-        req.kvc_report["decode"]["recompressed"] += 1
-
-    def _held_pages(self, row: int, end: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """The full pages of every head of a row up to `end`, at the end of a rectangle.
-
-        Returns
-        -------
-        pages : int64 [L * H, C], page ids in the arena's flat view; 0 before `first`.
-        first : int64 [L * H], where each head's pages begin.
-        """
-        segments, device = self.pool.segments, self.pool.arena_k.device
-        index = torch.tensor([row], device=device)
-        rows = Rows(
-            self.req_to_token_pool.req_to_token,
-            index,
-            torch.tensor([end], device=device),
-            segments.segment_begin[index],
-            segments.tail_begin[index],
-            segments.page_start[index],
-        )
-        by_layer = head_pages(rows, self.pool.layer_num, self.pool.head_num, self.page_size)
-        count = torch.cat([pages.count for pages in by_layer])
-        most = int(count.max())
-        first = most - count
-        held = torch.zeros((len(count), most), dtype=torch.int64, device=device)
-        held[torch.arange(most, device=device) >= first[:, None]] = torch.cat(
-            [pages.page for pages in by_layer]
-        )
-        return held, first
-
-    def _start_metric(
-        self, plan: Plan, selection: Selection, target: torch.Tensor, tail: torch.Tensor
-    ) -> None:
-        """The metric begins with the prompt's scores: of what was kept, and of its tail."""
-        scores, page = plan.scores(), self.page_size
-        layers, heads, _ = scores.shape
-        head = torch.repeat_interleave(
-            torch.arange(layers * heads, device=scores.device), selection.pages * page
-        )
-        kept = scores.flatten(0, 1)[head, selection.positions]
-        self.pool.metric[target] = kept.view(-1, layers, heads, page)
-        tail = tail.long()
-        self.pool.metric[tail // page, :, :, tail % page] = scores[..., plan.tail_begin :].permute(
-            2, 0, 1
-        )
-
-    def _note_peak(self, req, length: int) -> None:
-        """Report the most KVs a head held on average, now that it holds most."""
-        begin = self.pool.segments.begin(req.req_pool_idx) or 0
-        decode = req.kvc_report.setdefault("decode", {"recompressed": 0, "kept_per_head_peak": 0})
-        decode["kept_per_head_peak"] = max(decode["kept_per_head_peak"], length - begin)
+            self._released |= continual.recompress(self, req, spec_of(req))
 
 
 def missing_facts(spec: CompressionSpec, facts: ModelFacts) -> str | None:

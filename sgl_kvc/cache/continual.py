@@ -1,0 +1,132 @@
+"""Compression that goes on while a request decodes (arXiv 2410.00161, eq. 20).
+
+The metric of a KV is its score from prefill plus the squared attention that every decode step
+since gave it; the attention backend adds it up in ``pool.metric``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from kvc_kernels.compact import move
+from kvc_kernels.pages import Rows, head_pages
+from sglang.srt.mem_cache.common import evict_from_tree_cache
+
+from sgl_kvc.policy.selection import Selection, select
+from sgl_kvc.spec import CompressionSpec
+
+if TYPE_CHECKING:
+    from sgl_kvc.cache.plan import Plan
+    from sgl_kvc.cache.radix import CompressingRadixCache
+    from sgl_kvc.pool.arena import ArenaKVPool
+
+
+def start_metric(
+    pool: ArenaKVPool,
+    plan: Plan,
+    selection: Selection,
+    target_blocks: torch.Tensor,
+    tail: torch.Tensor,
+) -> None:
+    """Begin with the prompt's scores: of what was kept, and of the tail.
+
+    Parameters
+    ----------
+    target_blocks : int64 [n], the segment's.
+    tail : int64 [scored - S], slots of what was scored behind S.
+    """
+    scores, page = plan.scores(), pool.page_size
+    layers, heads, _ = scores.shape
+    head = torch.repeat_interleave(
+        torch.arange(layers * heads, device=scores.device), selection.pages * page
+    )
+    kept = scores.flatten(0, 1)[head, selection.positions]
+    pool.metric[target_blocks] = kept.view(-1, layers, heads, page)
+    pool.metric[tail // page, :, :, tail % page] = scores[..., plan.tail_begin :].permute(2, 0, 1)
+
+
+def recompress(cache: CompressingRadixCache, req, spec: CompressionSpec) -> bool:
+    """Compress segment and the tail's whole blocks to a new segment, if enough was decoded.
+
+    Returns
+    -------
+    done : False when it is too early, or when there are no free blocks to compress into; there
+        may be at a later step.
+    """
+    pool, row, page = cache.pool, req.req_pool_idx, cache.page_size
+    length, segments = req.kv_committed_len, pool.segments
+    begin, tail, end = segments.begin(row) or 0, segments.tail(row), length // page * page
+    blocks = spec.blocks_for(end // page, page)
+    if end - tail < max(page, spec.recompress_every) or blocks * page >= end - begin:
+        return False
+    note_peak(req, length - begin)
+    evict_from_tree_cache(cache, blocks * page)
+    segment = cache.token_to_kv_pool_allocator.alloc(blocks * page)
+    if segment is None:
+        return False
+    slots = cache.req_to_token_pool.req_to_token[row]
+    held, first = _held_pages(pool, cache.req_to_token_pool.req_to_token, row, end)
+    scores = pool.metric.flatten(0, 2)[held]
+    scores[torch.arange(held.shape[1], device=held.device) < first[:, None]] = -torch.inf
+    selection = select(
+        scores.view(pool.layer_num, pool.head_num, -1),
+        spec,
+        blocks,
+        page,
+        tail=length - end,
+        first=first * page,
+        facts=pool.facts,
+    )
+    head = torch.repeat_interleave(
+        torch.arange(len(held), device=held.device), selection.pages * page
+    )
+    source, offset = held[head, selection.positions // page], selection.positions % page
+    for arena in (pool.arena_k, pool.arena_v, pool.metric):
+        move(arena, source, offset, segment[::page] // page)
+
+    cache.token_to_kv_pool_allocator.free_segment(slots[begin:end].clone(), start_pos=begin)
+    new_begin = end - blocks * page
+    slots[begin:new_begin] = 0
+    slots[new_begin:end] = segment.to(slots.dtype)
+    segments.set(row, new_begin, end, selection.pages)
+    req.cache_protected_len = new_begin
+    req.kvc_report["decode"]["recompressed"] += 1
+    return True
+
+
+def note_peak(req, kept: int) -> None:
+    """Report the most KVs a head held on average; call it when a request holds most."""
+    decode = req.kvc_report.setdefault("decode", {"recompressed": 0, "kept_per_head_peak": 0})
+    decode["kept_per_head_peak"] = max(decode["kept_per_head_peak"], kept)
+
+
+def _held_pages(
+    pool: ArenaKVPool, req_to_token: torch.Tensor, row: int, end: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The full pages of every head of a row up to `end`, at the end of a rectangle.
+
+    Returns
+    -------
+    pages : int64 [L * H, C], page ids in the arena's flat view; 0 before `first`.
+    first : int64 [L * H], where each head's pages begin.
+    """
+    segments, device = pool.segments, pool.arena_k.device
+    index = torch.tensor([row], device=device)
+    rows = Rows(
+        req_to_token,
+        index,
+        torch.tensor([end], device=device),
+        segments.segment_begin[index],
+        segments.tail_begin[index],
+        segments.page_start[index],
+    )
+    by_layer = head_pages(rows, pool.layer_num, pool.head_num, pool.page_size)
+    count = torch.cat([pages.count for pages in by_layer])
+    most = int(count.max())
+    first = most - count
+    held = torch.zeros((len(count), most), dtype=torch.int64, device=device)
+    held[torch.arange(most, device=device) >= first[:, None]] = torch.cat(
+        [pages.page for pages in by_layer]
+    )
+    return held, first
