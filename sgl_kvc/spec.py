@@ -53,7 +53,7 @@ class CompressionSpec:
     policy : the preset's name, or ``scorer+apportioner`` when these were named.
     parameters : every parameter of scorer and apportioner, by name.
     sinks : first positions that are always kept.
-    recent : last positions of what is compressed that are always kept, up to half of what a
+    recent : last positions of what is compressed that are always kept, up to a quarter of what a
         head keeps on average.
     min_tokens : prompts shorter than this are served uncompressed.
     question_tokens : the prompt's last tokens, read only after compression, as a later turn's

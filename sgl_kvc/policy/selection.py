@@ -47,14 +47,14 @@ def select(
     scores : float32 [L, H, S]; S is a multiple of `page_size`. Overwritten.
     segment_blocks : whole blocks the segment gets, at most S / page_size.
     tail : tokens of what is compressed that lie behind S; they are kept in any case, and are
-        the last of the `spec.recent` that are protected. At most half of what a head keeps on
+        the last of the `spec.recent` that are protected. At most a quarter of what a head keeps on
         average is protected so, or heads could not differ at high rates.
     first : int64 [L * H], where each head's KVs begin, a multiple of `page_size`; scores before
         it are -inf and never chosen. None is zeros.
     statistics : float32 [L, K] for the apportioner (`PagesContext`).
     """
     layers, heads, total = scores.shape
-    recent = min(spec.recent, segment_blocks * page_size // 2)
+    recent = min(spec.recent, segment_blocks * page_size // 4)
     protect(scores, spec.sinks, recent - tail, first)
     order, page_scores = rank_pages(scores.view(layers * heads, total), page_size)
     context = PagesContext(

@@ -243,8 +243,8 @@ class Lives(RuleBasedStateMachine):
                     assert positions == sorted(set(positions))
                     assert set(range(tail_begin, len(tokens))) <= set(positions)
                     spec, in_segment = spec_of(req), len(positions) - (len(tokens) - tail_begin)
-                    half = (tail_begin - req.cache_protected_len) // 2
-                    recent = min(spec.recent, half)
+                    quarter = (tail_begin - req.cache_protected_len) // 4
+                    recent = min(spec.recent, quarter)
                     if tail_begin and in_segment >= spec.sinks + recent:
                         end = tail_begin if spec.question_tokens else report["prompt_tokens"]
                         if not report.get("decode"):

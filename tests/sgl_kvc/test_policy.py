@@ -129,7 +129,7 @@ def test_selection_keeps_the_protected(preset, blocks):
     for kept in chosen.positions.split((chosen.pages * page).tolist()):
         assert kept.tolist() == sorted(set(kept.tolist()))
         assert set(range(spec.sinks)) <= set(kept.tolist())
-        recent = min(spec.recent, blocks * page // 2)
+        recent = min(spec.recent, blocks * page // 4)
         if len(kept) >= spec.sinks + recent:
             assert set(range(tokens - recent, tokens)) <= set(kept.tolist())
 
@@ -145,7 +145,7 @@ def test_protection_orders_sinks_before_recent_and_newer_before_older():
 def test_recent_counts_from_the_end_of_the_prompt():
     """The tail holds the last of them already."""
     spec = parse({"rate": 2, "scorer": "random", "apportioner": "uniform", "recent": 6, "sinks": 0})
-    chosen = select(torch.rand(1, 1, 32), spec, 2, 8, tail=4)
+    chosen = select(torch.rand(1, 1, 32), spec, 3, 8, tail=4)
     assert {30, 31} <= set(chosen.positions.tolist())
     scores = torch.zeros(1, 1, 32)
     protect(scores, 0, 2)
