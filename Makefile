@@ -41,9 +41,11 @@ quality: install  ## accuracy of the embedded model at 1,024 tokens: docs/qualit
 	cp build/quality/accuracy-1024-inside.png docs/
 	cp build/quality/results.json bench/results/quality.json
 
-eval: install  ## every policy, rates 2 to 64, questions inside and after: build/eval
+eval: install  ## every policy, rates 2 to 64, questions inside and after: bench/results/quality
 	$(BIN)/sgl-kvc eval --embedded --servers 2 --out build/eval --length 1024 2048 \
 		--question inside after
+	mkdir -p bench/results/quality
+	cp build/eval/report.md build/eval/results.json build/eval/*.png bench/results/quality/
 
 recall: install  ## train the embedded model again, into build/recall
 	$(BIN)/python -m kvc_recall.train --out build/recall

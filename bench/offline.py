@@ -1,17 +1,31 @@
-"""The same policies outside the engine: transformers, and attention masked to what is kept."""
+"""The same policies outside the engine: transformers, and attention masked to what is kept.
+
+    python -m bench.offline --task questions8 --n 32 '{"rate": 8}' '{"rate": 8, "pool": 7}'
+
+prints the share of answers that are right, for each knob on the same prompts. No server is
+needed, so this is the quick way to try a scorer or its parameters; what the engine answers is the
+same (tests/engine/test_offline.py).
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
 from pathlib import Path
+from random import Random
 
 import torch
 import torch.nn.functional as F
+from kvc_recall import model_path
+from kvc_recall.tasks import TASKS, sample
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from sgl_kvc import profile
 from sgl_kvc.cache.plan import Plan
 from sgl_kvc.policy.base import ModelFacts
-from sgl_kvc.spec import CompressionSpec
+from sgl_kvc.spec import CompressionSpec, parse
+
+SEED = 31_000_000  # far from the training's
 
 
 class MaskedModel:
@@ -108,3 +122,34 @@ class MaskedModel:
             query, key, value, attn_mask=visible[None], scale=scaling, enable_gqa=True
         )
         return out.transpose(1, 2), None
+
+
+def prompt_tokens(tokenizer, text: str) -> list[int]:
+    """Token ids of a user message in the model's chat template."""
+    message = [{"role": "user", "content": text}]
+    whole = tokenizer.apply_chat_template(message, add_generation_prompt=True, tokenize=False)
+    return tokenizer(whole, add_special_tokens=False)["input_ids"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("knobs", nargs="+", type=json.loads, help="kv_compression objects")
+    parser.add_argument("--task", choices=list(TASKS), default="questions8")
+    parser.add_argument("--n", type=int, default=32)
+    parser.add_argument("--tokens", type=int, default=1024)
+    args = parser.parse_args()
+    masked = MaskedModel(model_path())
+    tokenizer = AutoTokenizer.from_pretrained(model_path())
+    right = [0] * len(args.knobs)
+    for i in range(args.n):
+        prompt = sample(args.task, args.tokens, Random(SEED + i))
+        tokens, most = prompt_tokens(tokenizer, prompt.text), len(prompt.answer.split()) + 2
+        for k, knob in enumerate(args.knobs):
+            answer = tokenizer.decode(masked.generate(tokens, parse(knob), most))
+            right[k] += answer.removesuffix(tokenizer.eos_token).split() == prompt.answer.split()
+    for knob, count in zip(args.knobs, right, strict=True):
+        print(f"{count / args.n:.3f}  {json.dumps(knob)}")
+
+
+if __name__ == "__main__":
+    main()

@@ -9,7 +9,7 @@ from kvc_recall import model_path
 from kvc_recall.tasks import sample
 from transformers import AutoTokenizer
 
-from bench.offline import MaskedModel
+from bench.offline import MaskedModel, prompt_tokens
 from bench.serving import sglang
 from sgl_kvc.spec import parse
 
@@ -40,10 +40,7 @@ def test_the_engine_is_the_masked_model(recall, masked, name):
     asked, knobs = [], []
     for i in range(28):
         prompt = sample(TASKS[i % len(TASKS)], 512, Random(77_000_000 + i))
-        text = tokenizer.apply_chat_template(
-            [{"role": "user", "content": prompt.text}], add_generation_prompt=True, tokenize=False
-        )
-        asked.append(tokenizer(text, add_special_tokens=False)["input_ids"])
+        asked.append(prompt_tokens(tokenizer, prompt.text))
         knob = dict(KNOBS[name])
         if knob.pop("question", False):
             knob["question_tokens"] = 40

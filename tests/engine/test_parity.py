@@ -42,8 +42,8 @@ def test_rate_eight_does_not_depend_on_the_cache(server):
         server.generate(ids + prompt(64, seed=9), None)
         longer = server.generate(ids, {"rate": 8})
         assert cold["meta_info"]["cached_tokens"] == 0
-        assert warm["meta_info"]["cached_tokens"] > tokens - 40
-        assert longer["meta_info"]["cached_tokens"] > tokens - 40
+        assert warm["meta_info"]["cached_tokens"] > tokens - 32 - 16
+        assert longer["meta_info"]["cached_tokens"] > tokens - 32 - 16
         assert cold["output_ids"] == warm["output_ids"] == longer["output_ids"]
         assert cold["kv_compression"] == warm["kv_compression"] == longer["kv_compression"]
 

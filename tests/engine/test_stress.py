@@ -13,12 +13,17 @@ from bench.serving import assert_no_leak, generate_body
 from tests.engine.conftest import prompt
 
 REQUESTS, AT_A_TIME = 500, 32
+KNOBS = [
+    None, {"rate": 1}, {"rate": 2}, {"rate": 4}, {"rate": 8}, {"rate": 32},
+    {"rate": 4, "question_tokens": 15}, {"budget": 96, "recompress_every": 32},
+    {"rate": 8, "policy": "h2o"},
+]  # fmt: skip
 
 
 async def _one(client: httpx.AsyncClient, number: int, gate: asyncio.Semaphore) -> str:
     """Run one request; "complete", "aborted by us" or "reported"."""
     rng = random.Random(number)
-    knob = rng.choice([None, {"rate": 1}, {"rate": 2}, {"rate": 4}, {"rate": 8}, {"rate": 32}])
+    knob = rng.choice(KNOBS)
     tokens = rng.choice([rng.randint(20, 200), rng.randint(200, 2000)])
     length = rng.randint(1, 120)
     abort_after = rng.randint(1, length) if number % 5 == 0 else None
@@ -45,7 +50,7 @@ async def _one(client: httpx.AsyncClient, number: int, gate: asyncio.Semaphore) 
         return "reported"
     assert len(last["output_ids"]) == length
     report = last["kv_compression"]
-    if knob and knob["rate"] > 1 and report["skipped"] is None:
+    if knob and knob.get("rate", 1) > 1 and report["skipped"] is None:
         assert report["blocks"]["after"] < report["blocks"]["before"]
     return "complete"
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from kvc_recall import model_path, tasks, vocabulary
 from kvc_recall.evaluate import complete, held_out, recalled
-from kvc_recall.mixture import KINDS, draw_prompt, pack
+from kvc_recall.mixture import GO_ON_OR_STOP, KINDS, NO_ANSWER, draw_prompt, pack
 from kvc_recall.tasks import TASKS, sample
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -190,9 +190,11 @@ def test_training_rows_mark_the_answers_and_nothing_else(kind, length):
         used = ids != vocabulary.INDEX[vocabulary.PAD]
         assert used.sum() > 0.8 * length
         assert not used[used.sum() :].any()
-        said = " ".join(vocabulary.WORDS[i] for i in ids[wanted])
+        said = [vocabulary.WORDS[i] for i in ids[wanted != NO_ANSWER]]
         turns = [prompt.answer, *(turn.answer for turn in prompt.later)]
-        assert said == " ".join(f"{answer} {vocabulary.EOS}" for answer in turns)
+        assert " ".join(said) == " ".join(f"{answer} {vocabulary.EOS}" for answer in turns)
+        ends = [vocabulary.WORDS[i] for i in ids[wanted == GO_ON_OR_STOP]]
+        assert ends == [word for word in said if word in (";", vocabulary.EOS)]
 
 
 def test_filler_holds_no_word_that_matters():
