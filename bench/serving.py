@@ -120,22 +120,3 @@ def assert_no_leak(server: Server) -> None:
     log = server.log.read_text()
     assert "leak detected" not in log.lower(), log[-3000:]
     assert server.process.poll() is None, log[-3000:]
-
-
-@contextlib.contextmanager
-def gateway(*worker_args: str) -> Iterator[str]:
-    """`sgl-kvc serve` on the embedded model, ready; the URL. `worker_args` go to SGLang."""
-    port = free_port()
-    url = f"http://127.0.0.1:{port}"
-    command = [sys.executable, "-m", "kvc_server.cli", "serve", "--port", str(port), "--"]
-    log = Path(tempfile.mkstemp(prefix="gateway-", suffix=".log")[1])
-    with log.open("w") as out:
-        process = subprocess.Popen(
-            [*command, *worker_args], stdout=out, stderr=out, preexec_fn=die_with_parent()
-        )
-    try:
-        wait_until_ready(Server(process, url, log), "/readiness")
-        yield url
-    finally:
-        process.terminate()
-        process.wait()
