@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 import torch
 from kvc_kernels.compact import move
 from kvc_kernels.pages import Rows, head_pages
-from sglang.srt.mem_cache.common import evict_from_tree_cache
 
 from sgl_kvc.policy.selection import Selection, select
 from sgl_kvc.spec import CompressionSpec
@@ -61,8 +60,7 @@ def recompress(cache: CompressingRadixCache, req, spec: CompressionSpec) -> bool
     if end - tail < max(page, spec.recompress_every) or blocks * page >= end - begin:
         return False
     note_peak(req, length - begin)
-    evict_from_tree_cache(cache, blocks * page)
-    segment = cache.token_to_kv_pool_allocator.alloc(blocks * page)
+    segment = cache.allocate(blocks * page)
     if segment is None:
         return False
     slots = cache.req_to_token_pool.req_to_token[row]

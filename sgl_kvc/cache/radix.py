@@ -125,13 +125,12 @@ class CompressingRadixCache(RadixCache):
         if self.pool.segments.begin(row) is not None:
             req.prefix_indices = self._row(row, done)
             return
-        super().cache_unfinished_req(req, chunked=chunked)
         plan = self.plans.get(row)
+        if plan is None or len(req.prefix_indices) < plan.scored:
+            super().cache_unfinished_req(req, chunked=chunked)
         if plan is not None and done >= plan.scored:
-            del self.plans[row]
             self._compress(req, plan)
-            if self.pool.segments.begin(row) is not None:
-                req.prefix_indices = self._row(row, done)
+            req.prefix_indices = self._row(row, done)
         elif not chunked and plan is None and done < self.page_size and self._goes_on(req):
             self.pool.segments.count(row)
             self.pool.reset_metric(self._row(row, done))
@@ -189,15 +188,25 @@ class CompressingRadixCache(RadixCache):
         reason = spec.reason_to_skip(prompt_tokens, self.page_size)
         return reason or missing_facts(spec, self.pool.facts)
 
-    def _compress(self, req, plan: Plan) -> None:
-        """Copy what is worth keeping into own blocks, and let go of the tree's copy."""
-        row, blocks = req.req_pool_idx, plan.segment_blocks
-        tokens = blocks * self.page_size
+    def allocate(self, tokens: int) -> torch.Tensor | None:
+        """Slots of `tokens` in whole blocks, evicted from the tree if need be; None: too full."""
+        allocator = self.token_to_kv_pool_allocator
+        if allocator.available_size() + self.evictable_size() < tokens:
+            return None
         evict_from_tree_cache(self, tokens)
-        segment = self.token_to_kv_pool_allocator.alloc(tokens)
+        return allocator.alloc(tokens)
+
+    def _compress(self, req, plan: Plan) -> None:
+        """Copy what is worth keeping into own blocks, and let go of the tree's copy.
+
+        Without room for the copy the plan stays, and `compress_due` tries again.
+        """
+        row, tokens = req.req_pool_idx, plan.segment_blocks * self.page_size
+        segment = self.allocate(tokens)
         if segment is None:
             req.kvc_report["skipped"] = "no free blocks to compress into"
             return
+        del self.plans[row]
         selection = plan.select()
         if plan.spec.all_queries:
             self.memory.put(self._memory_key(req), plan.states)
@@ -211,6 +220,7 @@ class CompressingRadixCache(RadixCache):
         if plan.spec.recompress_every:
             tail = slots[plan.tail_begin : plan.scored].long()
             continual.start_metric(self.pool, plan, selection, target, tail)
+            self.pool.reset_metric(slots[plan.scored : req.kv_committed_len].long())
             self.pool.segments.count(row)
         slots[:begin] = 0
         slots[begin : plan.tail_begin] = segment.to(slots.dtype)
@@ -228,11 +238,13 @@ class CompressingRadixCache(RadixCache):
             self.block,
         )
 
-
     def compress_due(self, req) -> None:
         """Before a decode step of `req`: compress its prompt, or what it holds again, if due."""
-        if req.req_pool_idx in self.plans:
-            if req.sampling_params.max_new_tokens > 1:
+        plan = self.plans.get(req.req_pool_idx)
+        if plan is not None:
+            if len(req.prefix_indices) >= plan.scored:  # there was no room before
+                self._compress(req, plan)
+            elif req.sampling_params.max_new_tokens > 1:
                 maybe_cache_unfinished_req(req, self)
         elif self.pool.segments.counts(req.req_pool_idx):
             self._released |= continual.recompress(self, req, spec_of(req))

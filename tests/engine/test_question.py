@@ -77,3 +77,20 @@ def test_many_at_once(server):
     assert [answer["output_ids"] for answer in together] == alone
     assert [a["kv_compression"]["skipped"] for a in together] == [None] * 24
     assert_no_leak(server)
+
+
+def test_no_room_to_compress_before_the_question(small_server):
+    """The pool is full when the context is read: the answer comes from the full cache."""
+    ids, knob = prompt(2000, seed=4), {"rate": 2, "question_tokens": 40}
+    plain = small_server.generate(ids)["output_ids"]
+    small_server.client().post("/flush_cache", params={"timeout": 10})
+    other = generate_body(prompt(1800, seed=5), max_new_tokens=250, ignore_eos=True)
+    with small_server.client() as client:
+        with client.stream("POST", "/generate", json=other | {"stream": True}) as response:
+            lines = response.iter_lines()
+            next(lines)
+            answer = small_server.generate(ids, knob)
+            assert sum(line.startswith("data: {") for line in lines) > 0, "the other one had ended"
+    assert answer["kv_compression"]["skipped"] == "no free blocks to compress into"
+    assert answer["output_ids"] == plain
+    assert_no_leak(small_server)

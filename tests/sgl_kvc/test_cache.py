@@ -103,9 +103,14 @@ class Lives(RuleBasedStateMachine):
         knob=st.sampled_from(KNOBS),
         chunk=st.sampled_from([0, 0, 2 * PAGE, 5 * PAGE]),
         keep=st.booleans(),
+        other_ends=st.booleans(),
     )
-    def start(self, family, shared, own, knob, chunk, keep):
-        """Prefill a prompt, in chunks or at once; `keep` False aborts it before its end."""
+    def start(self, family, shared, own, knob, chunk, keep, other_ends=False):
+        """Prefill a prompt, in chunks or at once.
+
+        `keep` False aborts it before its end; with `other_ends` another request ends after
+        each chunk.
+        """
         if len(self.live) == 6:
             return
         self.started += 1
@@ -135,6 +140,8 @@ class Lives(RuleBasedStateMachine):
                 if not keep:
                     self._release(req, done)
                     return
+                if other_ends and self.live:
+                    release_kv_cache(self.live.pop(0), self.cache)
         self.cache.cache_unfinished_req(req)
         self.live.append(req)
 
@@ -337,3 +344,25 @@ class Lives(RuleBasedStateMachine):
 
 Lives.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 TestLives = Lives.TestCase
+
+
+@pytest.mark.parametrize("while_the_question_is_read", [True, False])
+def test_compressed_as_soon_as_there_is_room(while_the_question_is_read):
+    """The pool is full when the context was read, until another request ends."""
+    lives = Lives()
+    lives.build()
+    lives.start(family=0, shared=90, own=0, knob=None, chunk=0, keep=True)
+    knob = {"rate": 1.5, "min_tokens": 0, "question_tokens": 7, "recompress_every": 8}
+    lives.start(1, 60, 0, knob, 0, keep=True, other_ends=while_the_question_is_read)
+    req = lives.live[-1]
+    if not while_the_question_is_read:
+        assert req.kvc_report["skipped"] == "no free blocks to compress into"
+        lives.decode(which=1, steps=2)
+        assert req.kvc_report["skipped"] == "no free blocks to compress into"
+        lives.finish(which=0, insert=False)
+    lives.decode(which=0, steps=12)
+    assert req.kvc_report["skipped"] is None
+    assert req.kvc_report["decode"]["recompressed"] >= 1
+    lives.accounting()
+    lives.contents()
+    lives.teardown()
