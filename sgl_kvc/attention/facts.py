@@ -26,13 +26,15 @@ _OUTPUT = re.compile(r"(?:^|\.)layers\.(\d+)\.self_attn\.o_proj$")
 
 
 def read_facts(model_runner: ModelRunner) -> ModelFacts:
-    """The facts about a loaded model. Nothing is read, loaded or copied until it is asked for.
+    """The facts about a loaded model. All but the head profile are found when asked for.
 
     Raises
     ------
-    FactsError : of the head profile, when it is asked for.
+    FactsError : when there is a head profile that cannot be read, or is another model's.
     """
-    return _LoadedFacts(model_runner)
+    facts = _LoadedFacts(model_runner)
+    _ = facts.head_profile
+    return facts
 
 
 class _LoadedFacts(ModelFacts):
@@ -99,7 +101,7 @@ class _LoadedFacts(ModelFacts):
             return None
         pool, rank = self._runner.token_to_kv_pool, self._runner.ps
         whole = _read_profile(path, pool.layer_num, pool.head_num * rank.tp_size)
-        return whole.chunk(rank.tp_size, dim=1)[rank.tp_rank]
+        return whole.chunk(rank.tp_size, dim=1)[rank.tp_rank].to(self._runner.device)
 
     @functools.cached_property
     def _rotary(self) -> nn.Module | None:

@@ -22,7 +22,7 @@ from sgl_kvc import report
 from sgl_kvc.cache import continual
 from sgl_kvc.cache.memory import StateMemory
 from sgl_kvc.cache.plan import Plan
-from sgl_kvc.policy.base import FactsError, ModelFacts
+from sgl_kvc.policy.base import ModelFacts
 from sgl_kvc.policy.catalog import methods
 from sgl_kvc.pool.arena import ArenaKVPool
 from sgl_kvc.spec import CUSTOM_PARAM, CompressionSpec, parse
@@ -255,11 +255,7 @@ def missing_facts(spec: CompressionSpec, facts: ModelFacts) -> str | None:
     used = (methods("scorers")[spec.scorer], methods("apportioners")[spec.apportioner])
     for method in used:
         for need in method.needs:
-            try:
-                known = getattr(facts, need) is not None
-            except FactsError as error:
-                return str(error)
-            if not known:
+            if getattr(facts, need) is None:
                 return f"{method.name} needs the model's {need.replace('_', ' ')}; there is none"
     return None
 

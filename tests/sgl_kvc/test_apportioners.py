@@ -228,6 +228,27 @@ def test_cake_gives_every_layer_its_window_first():
     assert pages("cake", PagesContext(scores, 20, 16, one_sided)) == [[17], [3]]
 
 
+def test_global_counts_a_retrieval_heads_pages_for_more():
+    scores = torch.tensor([[[9.0, 4, 2, 1], [9, 3, 3, 3]]])
+    facts = ModelFacts(head_profile=torch.tensor([[0.3, 0.1]]))  # 1.5 and 0.5 times the mean
+    known = PagesContext(scores, 4, 16, facts=facts)
+    unknown = replace(known, facts=ModelFacts())
+    assert pages("global", known) == [[2, 2]]
+    assert pages("global", known, profile_power=1.0) == [[3, 1]], "6 and 3 against 1.5"
+    assert pages("global", known, profile_power=0.1) == [[2, 2]], "4.2 and 2.1 against 2.8"
+    assert pages("global", unknown, profile_power=8.0) == [[2, 2]]
+    assert pages("global", replace(known, page_scores=scores - 10), profile_power=8.0) == [[3, 1]]
+
+
+def test_global_keeps_what_is_protected_whatever_the_profile():
+    scores = torch.tensor([[[1e30, 1e30, 1], [9, 8, 7]]])
+    facts = ModelFacts(head_profile=torch.tensor([[0.0, 0.2]]))
+    context = PagesContext(scores, 4, 16, facts=facts)
+    assert pages("global", context, profile_power=8.0) == [[2, 2]]
+    nobody = replace(context, facts=ModelFacts(head_profile=torch.zeros(1, 2)))
+    assert pages("global", nobody, profile_power=8.0) == [[2, 2]]
+
+
 PROFILE = torch.tensor([[0.1, 0.9, 0.3, 0.2], [0.8, 0.1, 0.0, 0.1]])
 
 

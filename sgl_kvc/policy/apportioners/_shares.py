@@ -7,7 +7,7 @@ import torch
 from sgl_kvc.policy.base import PagesContext
 
 #: Below the scores of protected positions (`sgl_kvc.policy.selection.protect`), above all others.
-_LIFTED = 1e29
+LIFTED = 1e29
 
 #: What a weight of zero counts, against the largest: first all others get their most.
 _NOTHING = 1e-12
@@ -59,4 +59,4 @@ def protected_pages(context: PagesContext) -> torch.Tensor:
     """Pages that hold a head's sinks and recent keys, the same for all: int64 [] in [1, mean]."""
     layers, heads, _ = context.page_scores.shape
     mean = context.total // (layers * heads)
-    return (context.page_scores[0, 0] > _LIFTED).sum().clamp(1, mean)
+    return (context.page_scores[0, 0] > LIFTED).sum().clamp(1, mean)
