@@ -85,12 +85,14 @@ def test_no_room_to_compress_before_the_question(small_server):
     plain = small_server.generate(ids)["output_ids"]
     small_server.client().post("/flush_cache", params={"timeout": 10})
     other = generate_body(prompt(1800, seed=5), max_new_tokens=250, ignore_eos=True)
-    with small_server.client() as client:
-        with client.stream("POST", "/generate", json=other | {"stream": True}) as response:
-            lines = response.iter_lines()
-            next(lines)
-            answer = small_server.generate(ids, knob)
-            assert sum(line.startswith("data: {") for line in lines) > 0, "the other one had ended"
+    with (
+        small_server.client() as client,
+        client.stream("POST", "/generate", json=other | {"stream": True}) as response,
+    ):
+        lines = response.iter_lines()
+        next(lines)
+        answer = small_server.generate(ids, knob)
+        assert sum(line.startswith("data: {") for line in lines) > 0, "the other one had ended"
     assert answer["kv_compression"]["skipped"] == "no free blocks to compress into"
     assert answer["output_ids"] == plain
     assert_no_leak(small_server)

@@ -25,7 +25,7 @@ def _layer(**options) -> RadixAttention:
 
 
 @pytest.fixture
-def backend() -> KvcAttentionBackend:
+def backend(tmp_path) -> KvcAttentionBackend:
     pool = ArenaKVPool(
         20 * PAGE,
         page_size=PAGE,
@@ -40,7 +40,9 @@ def backend() -> KvcAttentionBackend:
     pool.arena_k.normal_()
     pool.arena_v.normal_()
     runner = SimpleNamespace(
-        token_to_kv_pool=pool, req_to_token_pool=ReqToTokenPool(3, 64, "cpu", False)
+        token_to_kv_pool=pool,
+        req_to_token_pool=ReqToTokenPool(3, 64, "cpu", False),
+        server_args=SimpleNamespace(model_path=str(tmp_path)),  # without a head profile
     )
     return KvcAttentionBackend(runner)
 

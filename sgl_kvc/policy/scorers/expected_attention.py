@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from kvc_kernels.score import BLOCK
+from kvc_kernels.score import block_elements
 
 from sgl_kvc.policy.base import LayerContext
 
@@ -81,7 +81,7 @@ def score(
     logits = mean.view(heads, -1, dim) @ keys.transpose(1, 2) * context.scale  # [H, G, n]
     if covariance:
         spread = spread.view(heads, -1, dim, dim) * (context.scale**2 / 2)
-        step = max(1, BLOCK // spread[..., 0].numel())
+        step = max(1, block_elements(spread) // spread[..., 0].numel())
         for begin in range(0, n, step):
             part = keys[:, None, begin : begin + step]  # [H, 1, b, D]
             logits[..., begin : begin + step] += ((part @ spread) * part).sum(dim=-1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from kvc_kernels.score import BLOCK, causal_logits, put_last_first
+from kvc_kernels.score import causal_logits, put_last_first
 
 from sgl_kvc.policy.base import LayerContext
 
@@ -26,8 +26,7 @@ def observe(
     sums = torch.zeros(heads, n, device=context.keys.device)
     if context.state is not None:
         sums[:, : context.state.shape[1]] = context.state
-    blocks = causal_logits(context.queries, context.keys, context.scale, block=BLOCK // 4)
-    for first, logits in blocks:
+    for first, logits in causal_logits(context.queries, context.keys, context.scale):
         logits += _gumbel(logits, first, context.layer, seed)
         sums[:, : logits.shape[-1]] += (logits / temperature).softmax(dim=-1).sum(dim=(1, 2))
     return sums
