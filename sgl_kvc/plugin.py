@@ -18,7 +18,7 @@ def register() -> None:
 
     try:
         compat = release()
-        check_seams(compat.HOOKS)
+        check_seams(compat.hooks())
         compat.register()
     except IncompatibleError as error:
         sys.exit(f"sgl-kvc: {error}")

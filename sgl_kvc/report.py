@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import torch
+
 
 @dataclasses.dataclass(frozen=True)
 class BlockSize:
@@ -26,28 +28,55 @@ def compressed(
     asked_rate: float | None,
     prompt_tokens: int,
     tail_begin: int,
-    pages: list[int],
+    segment_blocks: int,
     block: BlockSize,
 ) -> dict[str, Any]:
-    """The report of a compressed request.
+    """The report of a compressed request, but for the least and the most that a head kept.
 
     Parameters
     ----------
     asked_rate : None when a budget was asked for.
     tail_begin : the position S; positions from there on are all kept.
-    pages : whole pages each head keeps of the positions before S.
     """
     tail = prompt_tokens - tail_begin
     tail_blocks = -(-tail // block.tokens)
-    segment_blocks = sum(pages) // len(pages)
-    kept = {
-        "mean": sum(pages) / len(pages) * block.tokens + tail,
-        "min": min(pages) * block.tokens + tail,
-        "max": max(pages) * block.tokens + tail,
-    }
+    kept = {"mean": float(segment_blocks * block.tokens + tail), "min": None, "max": None}
     before = tail_begin // block.tokens + tail_blocks
     after = segment_blocks + tail_blocks
     return _report(policy, asked_rate, prompt_tokens, kept, before, after, block, None)
+
+
+class KeptPerHead:
+    """The least and the most that a head keeps, on its way to the host.
+
+    Parameters
+    ----------
+    pages : int64 [L * H], whole pages of every head; whoever hands it in does not wait for it.
+    page_size, tail : tokens of a page, and those behind the pages.
+    """
+
+    def __init__(self, pages: torch.Tensor, page_size: int, tail: int):
+        self._bounds, self._done = torch.stack(pages.aminmax()) * page_size + tail, None
+        if pages.is_cuda:
+            on_host = torch.empty(2, dtype=pages.dtype, pin_memory=True)
+            on_host.copy_(self._bounds, non_blocking=True)
+            self._bounds, self._done = on_host, torch.cuda.Event()
+            self._done.record()
+
+    def bounds(self) -> dict[str, int]:
+        """``min`` and ``max``; waits for them."""
+        if self._done is not None:
+            self._done.synchronize()
+        return dict(zip(("min", "max"), self._bounds.tolist(), strict=True))
+
+
+def of(req) -> dict[str, Any] | None:
+    """The whole report of an SGLang request, None if it has none yet."""
+    report, kept = getattr(req, "kvc_report", None), getattr(req, "kvc_kept", None)
+    if kept is not None:
+        req.kvc_kept = None
+        report["kept_per_head"] |= kept.bounds()
+    return report
 
 
 def _report(

@@ -4,32 +4,43 @@ from __future__ import annotations
 
 import torch
 
+from kvc_kernels.dispatch import use_triton
+
 
 def compact(
-    arena: torch.Tensor,
+    arena_k: torch.Tensor,
+    arena_v: torch.Tensor,
     source_slots: torch.Tensor,
     positions: torch.Tensor,
     pages: torch.Tensor,
     target_blocks: torch.Tensor,
 ) -> None:
-    """Fill `target_blocks` of `arena` with the kept keys (or values) of every head.
+    """Fill `target_blocks` of both arenas with the kept keys and values of every head.
 
     Parameters
     ----------
-    arena : [num_blocks, L, H, P, D]; `target_blocks` of it are overwritten.
+    arena_k, arena_v : [num_blocks, L, H, P, D] and [num_blocks, L, H, P, Dv]; `target_blocks`
+        of them are overwritten.
     source_slots : integer [S], the slot (``block * P + offset``) of every position.
     positions : int64 [len(target_blocks) * L * H * P], kept positions as
         `kept_positions` gives them.
     pages : int64 [L * H], pages of every head, summing to ``len(target_blocks) * L * H``.
     target_blocks : int64 [n], not among the source's blocks.
     """
-    layers, heads, page_size = arena.shape[1:4]
+    if use_triton(arena_k):
+        from kvc_kernels.gpu import compact as gpu
+
+        gpu.compact(arena_k, arena_v, source_slots, positions, pages, target_blocks)
+        return
+    layers, heads, page_size = arena_k.shape[1:4]
     per_block = layers * heads
     head = torch.repeat_interleave(
-        torch.arange(per_block, device=arena.device), pages * page_size
+        torch.arange(per_block), pages * page_size, output_size=len(positions)
     )
     slots = source_slots[positions].long()
-    move(arena, slots // page_size * per_block + head, slots % page_size, target_blocks)
+    page = slots // page_size * per_block + head
+    for arena in (arena_k, arena_v):
+        move(arena, page, slots % page_size, target_blocks)
 
 
 def move(
@@ -44,6 +55,11 @@ def move(
         [num_blocks * L * H, P, ...]) and the offset in it that each KV is taken from.
     target_blocks : int64 [n], not among the sources.
     """
+    if use_triton(arena):
+        from kvc_kernels.gpu import compact as gpu
+
+        gpu.move(arena, page, offset, target_blocks)
+        return
     arena[target_blocks] = arena.flatten(0, 2)[page, offset].view(-1, *arena.shape[1:])
 
 
@@ -54,7 +70,7 @@ def compact_reference(
     pages: torch.Tensor,
     target_blocks: torch.Tensor,
 ) -> None:
-    """`compact`, one KV at a time."""
+    """`compact` of one arena, one KV at a time."""
     _, layers, heads, page_size, _ = arena.shape
     source = arena.clone()
     written = 0

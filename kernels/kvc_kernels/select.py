@@ -2,10 +2,19 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
+from kvc_kernels.dispatch import use_triton
 
-def rank_pages(scores: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torch.Tensor]:
+if TYPE_CHECKING:
+    from kvc_kernels.gpu.select import PageRanks
+
+
+def rank_pages(
+    scores: torch.Tensor, page_size: int
+) -> tuple[torch.Tensor | PageRanks, torch.Tensor]:
     """Sort every head's keys by score and cut them into pages.
 
     Parameters
@@ -14,26 +23,43 @@ def rank_pages(scores: torch.Tensor, page_size: int) -> tuple[torch.Tensor, torc
 
     Returns
     -------
-    order : int64 [R, S], positions by descending score; equal scores by position.
+    order : for `kept_positions`: int64 [R, S], positions by descending score, equal scores by
+        position; on a GPU what stands for it in less memory.
     page_scores : float32 [R, S / page_size], the best score in each page, descending.
     """
+    if use_triton(scores):
+        from kvc_kernels.gpu import select as gpu
+
+        ranks = gpu.rank_pages(scores, page_size)
+        return ranks, ranks.best
     ranked, order = scores.sort(dim=-1, descending=True, stable=True)
     return order, ranked[:, ::page_size].contiguous()
 
 
-def kept_positions(order: torch.Tensor, pages: torch.Tensor, page_size: int) -> torch.Tensor:
+def kept_positions(
+    scores: torch.Tensor,
+    order: torch.Tensor | PageRanks,
+    pages: torch.Tensor,
+    page_size: int,
+    total: int,
+) -> torch.Tensor:
     """The kept positions of every head, ascending, heads one after the other.
 
     Parameters
     ----------
-    order : int64 [R, S] as `rank_pages` gives it.
+    scores, order : what `rank_pages` was given and gave.
     pages : int64 [R], pages each head keeps, at most S / page_size.
+    total : the sum of `pages`.
 
     Returns
     -------
-    positions : int64 [sum(pages) * page_size]; head r's run starts at
+    positions : int64 [total * page_size]; head r's run starts at
         ``sum(pages[:r]) * page_size``.
     """
+    if use_triton(scores):
+        from kvc_kernels.gpu import select as gpu
+
+        return gpu.kept_positions(scores, order, pages, page_size, total)
     nth = torch.arange(order.shape[1], device=order.device)
     kept = torch.zeros_like(order, dtype=torch.bool)
     kept.scatter_(1, order, nth < pages[:, None] * page_size)

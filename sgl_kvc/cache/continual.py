@@ -38,7 +38,9 @@ def start_metric(
     scores, page = plan.scores(), pool.page_size
     layers, heads, _ = scores.shape
     head = torch.repeat_interleave(
-        torch.arange(layers * heads, device=scores.device), selection.pages * page
+        torch.arange(layers * heads, device=scores.device),
+        selection.pages * page,
+        output_size=len(selection.positions),
     )
     kept = scores.flatten(0, 1)[head, selection.positions]
     pool.metric[target_blocks] = kept.view(-1, layers, heads, page)
@@ -51,7 +53,7 @@ def recompress(cache: CompressingRadixCache, req, spec: CompressionSpec) -> bool
     Returns
     -------
     done : False when it is too early, or when there are no free blocks to compress into; there
-        may be at a later step.
+        may be at a later step. This waits for the device: how many pages heads hold is known there.
     """
     pool, row, page = cache.pool, req.req_pool_idx, cache.page_size
     length, segments = req.kv_committed_len, pool.segments
@@ -64,30 +66,32 @@ def recompress(cache: CompressingRadixCache, req, spec: CompressionSpec) -> bool
     if segment is None:
         return False
     slots = cache.req_to_token_pool.req_to_token[row]
-    held, first = _held_pages(pool, cache.req_to_token_pool.req_to_token, row, end)
-    scores = pool.metric.flatten(0, 2)[held]
-    scores[torch.arange(held.shape[1], device=held.device) < first[:, None]] = -torch.inf
-    selection = select(
-        scores.view(pool.layer_num, pool.head_num, -1),
-        spec,
-        blocks,
-        page,
-        tail=length - end,
-        first=first * page,
-        facts=pool.facts,
-    )
-    head = torch.repeat_interleave(
-        torch.arange(len(held), device=held.device), selection.pages * page
-    )
-    source, offset = held[head, selection.positions // page], selection.positions % page
-    for arena in (pool.arena_k, pool.arena_v, pool.metric):
-        move(arena, source, offset, segment[::page] // page)
-
-    cache.token_to_kv_pool_allocator.free_segment(slots[begin:end].clone(), start_pos=begin)
-    new_begin = end - blocks * page
-    slots[begin:new_begin] = 0
-    slots[new_begin:end] = segment.to(slots.dtype)
-    segments.set(row, new_begin, end, selection.pages)
+    old, new_begin = slots[begin:end].clone(), end - blocks * page
+    with cache.behind_forward(segment):
+        held, first = _held_pages(pool, cache.req_to_token_pool.req_to_token, row, end)
+        scores = pool.metric.flatten(0, 2)[held]
+        scores[torch.arange(held.shape[1], device=held.device) < first[:, None]] = -torch.inf
+        selection = select(
+            scores.view(pool.layer_num, pool.head_num, -1),
+            spec,
+            blocks,
+            page,
+            tail=length - end,
+            first=first * page,
+            facts=pool.facts,
+        )
+        head = torch.repeat_interleave(
+            torch.arange(len(held), device=held.device),
+            selection.pages * page,
+            output_size=len(selection.positions),
+        )
+        source, offset = held[head, selection.positions // page], selection.positions % page
+        for arena in (pool.arena_k, pool.arena_v, pool.metric):
+            move(arena, source, offset, segment[::page] // page)
+        slots[begin:new_begin] = 0
+        slots[new_begin:end] = segment.to(slots.dtype)
+        segments.set(row, new_begin, end, selection.pages)
+    cache.token_to_kv_pool_allocator.free_segment(old, start_pos=begin)
     req.cache_protected_len = new_begin
     req.kvc_report["decode"]["recompressed"] += 1
     return True

@@ -7,9 +7,11 @@ blocks in the tree are never modified, so sharing stays safe.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 from array import array
+from collections.abc import Iterator
 
 import torch
 from kvc_kernels.compact import compact
@@ -38,7 +40,10 @@ class CompressingRadixCache(RadixCache):
     memory : what scorers that look at every query saw of earlier prompts.
     plans : prompts being prefilled that will be compressed, by request row. The attention
         backend lets them look at every chunk.
+    stream : the CUDA stream that forwards run in, where it is not the scheduler's own.
     """
+
+    stream: torch.cuda.Stream | None = None
 
     def __init__(self, params: CacheInitParams):
         self.pool: ArenaKVPool = params.token_to_kv_pool_allocator.get_kvcache()
@@ -77,6 +82,7 @@ class CompressingRadixCache(RadixCache):
                 getattr(req, "kvc_states", None),
             )
             skipped = "the request ended before its first token was decoded"
+        req.kvc_kept = None
         req.kvc_report = report.uncompressed(len(tokens), self.block, skipped)
 
     def room_before_question(self, req) -> int | None:
@@ -132,8 +138,9 @@ class CompressingRadixCache(RadixCache):
             self._compress(req, plan)
             req.prefix_indices = self._row(row, done)
         elif not chunked and plan is None and done < self.page_size and self._goes_on(req):
-            self.pool.segments.count(row)
-            self.pool.reset_metric(self._row(row, done))
+            with self.behind_forward():
+                self.pool.segments.count(row)
+                self.pool.reset_metric(self._row(row, done))
 
     def cache_finished_req(
         self, req, is_insert: bool = True, *, kv_len_to_handle: int
@@ -196,6 +203,24 @@ class CompressingRadixCache(RadixCache):
         evict_from_tree_cache(self, tokens)
         return allocator.alloc(tokens)
 
+    @contextlib.contextmanager
+    def behind_forward(self, *used: torch.Tensor) -> Iterator[None]:
+        """Have the device do what follows behind the forward that may be under way.
+
+        With overlap scheduling that forward still writes KVs: of this prompt, or of a request
+        that has ended, to blocks that are ours now. `used` were allocated outside.
+        """
+        if self.stream is None:
+            yield
+            return
+        scheduling = torch.cuda.current_stream()
+        self.stream.wait_stream(scheduling)
+        with torch.cuda.stream(self.stream):
+            yield
+        for tensor in used:
+            tensor.record_stream(self.stream)
+        scheduling.wait_stream(self.stream)  # rows are read there
+
     def _compress(self, req, plan: Plan) -> None:
         """Copy what is worth keeping into own blocks, and let go of the tree's copy.
 
@@ -207,24 +232,26 @@ class CompressingRadixCache(RadixCache):
             req.kvc_report["skipped"] = "no free blocks to compress into"
             return
         del self.plans[row]
-        selection = plan.select()
-        if plan.spec.all_queries:
-            self.memory.put(self._memory_key(req), plan.states)
-        slots = self.req_to_token_pool.req_to_token[row]
-        source = slots[: plan.tail_begin].clone()
-        target = segment[:: self.page_size] // self.page_size
-        for arena in (self.pool.arena_k, self.pool.arena_v):
-            compact(arena, source, selection.positions, selection.pages, target)
-
         begin = plan.tail_begin - tokens
-        if plan.spec.recompress_every:
-            tail = slots[plan.tail_begin : plan.scored].long()
-            continual.start_metric(self.pool, plan, selection, target, tail)
-            self.pool.reset_metric(slots[plan.scored : req.kv_committed_len].long())
-            self.pool.segments.count(row)
-        slots[:begin] = 0
-        slots[begin : plan.tail_begin] = segment.to(slots.dtype)
-        self.pool.segments.set(row, begin, plan.tail_begin, selection.pages)
+        with self.behind_forward(segment):
+            selection = plan.select()
+            if plan.spec.all_queries:
+                self.memory.put(self._memory_key(req), plan.states)
+            slots = self.req_to_token_pool.req_to_token[row]
+            source = slots[: plan.tail_begin].clone()
+            target = segment[:: self.page_size] // self.page_size
+            arenas = self.pool.arena_k, self.pool.arena_v
+            compact(*arenas, source, selection.positions, selection.pages, target)
+            if plan.spec.recompress_every:
+                tail = slots[plan.tail_begin : plan.scored].long()
+                continual.start_metric(self.pool, plan, selection, target, tail)
+                self.pool.reset_metric(slots[plan.scored : req.kv_committed_len].long())
+                self.pool.segments.count(row)
+            slots[:begin] = 0
+            slots[begin : plan.tail_begin] = segment.to(slots.dtype)
+            self.pool.segments.set(row, begin, plan.tail_begin, selection.pages)
+            tail_tokens = plan.prompt_tokens - plan.tail_begin
+            req.kvc_kept = report.KeptPerHead(selection.pages, self.page_size, tail_tokens)
         self.dec_lock_ref(req.last_node)
         self._released = True
         req.last_node = self.root_node
@@ -234,7 +261,7 @@ class CompressingRadixCache(RadixCache):
             plan.spec.rate,
             plan.prompt_tokens,
             plan.tail_begin,
-            selection.pages.tolist(),
+            plan.segment_blocks,
             self.block,
         )
 

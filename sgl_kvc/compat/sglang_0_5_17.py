@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
 
 import torch
 
+from sgl_kvc import report
 from sgl_kvc.compat import Hook, http
 from sgl_kvc.spec import CUSTOM_PARAM
 
@@ -22,8 +24,42 @@ def default_arguments(args, *_: Any) -> None:
             args.radix_cache_backend = BACKEND
         if args.page_size is None:
             args.page_size = 16
-        if torch.cuda.is_available():  # until the GPU kernels exist (docs/design.md)
-            args.disable_cuda_graph = args.disable_overlap_schedule = True
+        if args.cuda_graph_backend_prefill is None:
+            args.cuda_graph_backend_prefill = "disabled"  # prompts are scored between layers
+
+
+def add_arguments(_result: Any, parser) -> None:
+    """``ServerArgs.add_cli_args``: our own options."""
+    from sgl_kvc.attention.select import CHOICES
+
+    parser.add_argument(
+        "--kvc-decode",
+        choices=CHOICES,
+        help="attention of --attention-backend kvc; auto is triton on a GPU and torch elsewhere",
+    )
+
+
+def take_arguments(_cls, args) -> None:
+    """``ServerArgs.from_cli_args``: they travel to SGLang's processes in the environment."""
+    from sgl_kvc.attention.select import VARIABLE
+
+    if getattr(args, "kvc_decode", None):
+        os.environ[VARIABLE] = args.kvc_decode
+
+
+def never_fuse_store(original, forward_batch) -> bool:
+    """``enable_fused_set_kv_buffer``: models must not write past the pool."""
+    from sgl_kvc.compat import serving_with_kvc
+
+    return not serving_with_kvc() and original(forward_batch)
+
+
+def eager_while_counting(original, runner, forward_batch) -> bool:
+    """``DecodeCudaGraphRunner.can_run_graph``: captured steps do not add to the metric."""
+    segments = getattr(runner.model_runner.token_to_kv_pool, "segments", None)
+    if segments is not None and segments.counts():
+        return False
+    return original(runner, forward_batch)
 
 
 def check_support(scheduler) -> None:
@@ -46,6 +82,7 @@ def plan_requests(_result: Any, batch) -> None:
     if plan is not None:
         for req in batch.reqs:
             plan(req)
+        batch.tree_cache.pool.prefilling = [req.req_pool_idx for req in batch.reqs]
 
 
 def compress_due(batch) -> None:
@@ -101,15 +138,14 @@ def attach_report(_accumulator, *, req) -> None:
 
     SGLang carries ``customized_info`` as one value per output token.
     """
-    report = getattr(req, "kvc_report", None)
-    if report is None:
+    if getattr(req, "kvc_report", None) is None:
         return
     if req.customized_info is None:
         req.customized_info = {}
     values = req.customized_info.setdefault(CUSTOM_PARAM, [])
     values.extend([None] * (len(req.output_ids_through_stop) - len(values)))
     if req.finished() and values:
-        values[-1] = report
+        values[-1] = report.of(req)
 
 
 def use_arena(_configurator, **kwargs: Any) -> tuple[tuple, dict]:
@@ -143,6 +179,8 @@ def check_scheduler(_result: Any, scheduler, *_args: Any, **_kwargs: Any) -> Non
                 f"sgl-kvc: SGLang's {seam} is {type(found).__name__}, not {wanted.__name__}; "
                 "refusing to serve"
             )
+    if scheduler.enable_overlap and torch.cuda.is_available():
+        cache.stream = scheduler.forward_stream
     logger.info("arena, radix cache and attention backend of sgl-kvc are in place")
 
 
@@ -216,8 +254,42 @@ HOOKS = [
         use_arena,
         "only out-of-tree platforms may name a pool",
     ),
+    Hook(
+        "sglang.srt.server_args.ServerArgs.add_cli_args",
+        "AFTER",
+        add_arguments,
+        "upstream has no place for a plugin's options",
+    ),
+    Hook(
+        "sglang.srt.server_args.ServerArgs.from_cli_args",
+        "BEFORE",
+        take_arguments,
+        "upstream has no place for a plugin's options",
+    ),
     *http.HOOKS,
 ]
+
+#: Taken where there is a GPU: importing what they name costs seconds.
+GPU_HOOKS = [
+    Hook(
+        "sglang.srt.models.utils.enable_fused_set_kv_buffer",
+        "AROUND",
+        never_fuse_store,
+        "some models write bf16 KVs into get_key_buffer() themselves, as [slots, H, D]",
+    ),
+    Hook(
+        "sglang.srt.model_executor.runner.decode_cuda_graph_runner"
+        ".DecodeCudaGraphRunner.can_run_graph",
+        "AROUND",
+        eager_while_counting,
+        "compression that goes on in decode needs another pass over the keys",
+    ),
+]
+
+
+def hooks() -> list[Hook]:
+    """Those that this machine needs."""
+    return HOOKS + GPU_HOOKS if torch.cuda.is_available() else HOOKS
 
 
 def register() -> None:
@@ -229,9 +301,9 @@ def register() -> None:
 
     @register_attention_backend(BACKEND)
     def attention_backend(runner):
-        from sgl_kvc.attention.backend import KvcAttentionBackend
+        from sgl_kvc.attention.select import create
 
-        return KvcAttentionBackend(runner)
+        return create(runner)
 
     def radix_cache(context):
         from sgl_kvc.cache.radix import CompressingRadixCache
@@ -240,5 +312,5 @@ def register() -> None:
 
     add_attention_backend_choices([BACKEND])
     register_radix_cache_backend(BACKEND, radix_cache)
-    for hook in HOOKS:
+    for hook in hooks():
         HookRegistry.register(hook.target, hook.function, HookType[hook.kind])

@@ -56,16 +56,17 @@ def select(
     layers, heads, total = scores.shape
     recent = min(spec.recent, segment_blocks * page_size // 4)
     protect(scores, spec.sinks, recent - tail, first)
-    order, page_scores = rank_pages(scores.view(layers * heads, total), page_size)
+    rows = scores.view(layers * heads, total)
+    order, best = rank_pages(rows, page_size)
     context = PagesContext(
-        page_scores.view(layers, heads, -1),
+        best.view(layers, heads, -1),
         segment_blocks * layers * heads,
         page_size,
         statistics,
         facts or ModelFacts(),
     )
     pages = apportioner(spec).run(context).flatten()
-    return Selection(pages, kept_positions(order, pages, page_size))
+    return Selection(pages, kept_positions(rows, order, pages, page_size, context.total))
 
 
 def protect(

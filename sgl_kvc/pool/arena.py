@@ -11,6 +11,7 @@ import functools
 from typing import TYPE_CHECKING
 
 import torch
+from kvc_kernels.dispatch import use_triton
 from kvc_kernels.store import store
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
@@ -32,6 +33,7 @@ class ArenaKVPool(MHATokenToKVPool):
     segments : the compression state of every request row; set by `bind`.
     plans : by request row, prompts being prefilled that will be compressed: the radix
         cache makes them, the attention backend feeds them, the radix cache uses them up.
+    prefilling : request rows of the last batch that was prepared for prefill, in its order.
     facts : about the model, for the policies; set by the attention backend.
     """
 
@@ -40,6 +42,7 @@ class ArenaKVPool(MHATokenToKVPool):
     def __init__(self, *args, kv_cache_layout: str | None = None, **kwargs):
         super().__init__(*args, kv_cache_layout="head_pages", **kwargs)
         self.plans: dict[int, Plan] = {}
+        self.prefilling: list[int] = []
         self.facts = ModelFacts()
 
     def bind(self, req_to_token_pool: ReqToTokenPool) -> SegmentTable:
@@ -88,8 +91,15 @@ class ArenaKVPool(MHATokenToKVPool):
     def _store_kv_layer(
         self, layer_idx: int, loc: torch.Tensor, cache_k: torch.Tensor, cache_v: torch.Tensor
     ) -> None:
-        store(self.k_buffer[layer_idx], loc, cache_k)
-        store(self.v_buffer[layer_idx], loc, cache_v)
+        keys, values = self.k_buffer[layer_idx], self.v_buffer[layer_idx]
+        if use_triton(loc):
+            from kvc_kernels.gpu import store as triton_store
+
+            metric = self.metric[:, layer_idx] if self.segments.counts() else None
+            triton_store.store(keys, values, loc, cache_k, cache_v, metric)
+            return
+        store(keys, loc, cache_k)
+        store(values, loc, cache_v)
 
     def read(self, layer_id: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values at `slots` ([n]) of canonical blocks: [n, H, D] and [n, H, Dv]."""

@@ -53,7 +53,7 @@ def test_selection(data):
     order, page_scores = rank_pages(scores, page)
     assert (page_scores.diff(dim=-1) <= 0).all()
     assert page_scores[:, 0].tolist() == scores.amax(-1).tolist()
-    got = kept_positions(order, counts, page)
+    got = kept_positions(scores, order, counts, page, int(counts.sum()))
     assert got.tolist() == kept_positions_reference(scores, counts, page).tolist()
 
 
@@ -67,12 +67,15 @@ def test_compact(dtype):
     pages = torch.tensor([1, 3, 2, 1, 4, 1])
     positions = torch.cat([torch.randperm(20)[: n * page].sort().values for n in pages.tolist()])
     target = torch.tensor([5, 1])
-    got, expected = arena.clone(), arena.clone()
-    compact(got, slots, positions, pages, target)
-    compact_reference(expected, slots, positions, pages, target)
-    assert torch.equal(got, expected)
+    got = [arena.clone(), -arena[..., :5].contiguous()]
+    expected = [each.clone() for each in got]
+    compact(*got, slots, positions, pages, target)
     untouched = [block for block in range(12) if block not in target.tolist()]
-    assert torch.equal(got[untouched], arena[untouched])
+    for one, reference in zip(got, expected, strict=True):
+        before = reference[untouched]
+        compact_reference(reference, slots, positions, pages, target)
+        assert torch.equal(one, reference)
+        assert torch.equal(one[untouched], before)
 
 
 def test_store_writes_only_its_slots():

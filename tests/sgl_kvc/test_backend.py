@@ -11,8 +11,8 @@ from kvc_kernels.pages import Rows, head_pages
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
-from sgl_kvc.attention.backend import KvcAttentionBackend
 from sgl_kvc.attention.support import UnsupportedError, check_layer
+from sgl_kvc.attention.torch_backend import TorchAttentionBackend
 from sgl_kvc.pool.arena import ArenaKVPool
 
 LAYERS, HEADS, GROUP, DIM, PAGE = 2, 3, 2, 8, 4
@@ -25,7 +25,7 @@ def _layer(**options) -> RadixAttention:
 
 
 @pytest.fixture
-def backend(tmp_path) -> KvcAttentionBackend:
+def backend(tmp_path) -> TorchAttentionBackend:
     pool = ArenaKVPool(
         20 * PAGE,
         page_size=PAGE,
@@ -44,7 +44,7 @@ def backend(tmp_path) -> KvcAttentionBackend:
         req_to_token_pool=ReqToTokenPool(3, 64, "cpu", False),
         server_args=SimpleNamespace(model_path=str(tmp_path)),  # without a head profile
     )
-    return KvcAttentionBackend(runner)
+    return TorchAttentionBackend(runner)
 
 
 def test_extend_over_a_compressed_prefix_is_decode(backend):

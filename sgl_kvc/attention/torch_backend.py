@@ -1,4 +1,4 @@
-"""SGLang's attention backend over segment and tail, in torch.
+"""Attention over segment and tail in torch.
 
 Prefill writes KVs to ordinary slots and, while the last chunk's queries are in hand, has
 every prompt that will be compressed scored. Decode reads segment and tail of the whole
@@ -14,28 +14,20 @@ import torch
 from kvc_kernels.decode import decode
 from kvc_kernels.extend import extend, extend_compressed
 from kvc_kernels.pages import HeadPages, Rows, head_pages
-from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
-from sgl_kvc.attention.facts import read_facts
-from sgl_kvc.attention.support import check_layer
+from sgl_kvc.attention.base import KvcAttentionBackend
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-    from sgl_kvc.pool.arena import ArenaKVPool
 
-
-class KvcAttentionBackend(AttentionBackend):
-    """Attention for models whose layers are all plain multi-head (GQA, MQA, MHA)."""
+class TorchAttentionBackend(KvcAttentionBackend):
+    """In torch, vectorised over requests and heads; for CPUs."""
 
     def __init__(self, model_runner: ModelRunner):
-        super().__init__()
-        self.pool: ArenaKVPool = model_runner.token_to_kv_pool
-        self.req_to_token = model_runner.req_to_token_pool.req_to_token
-        self.segments = self.pool.bind(model_runner.req_to_token_pool)
-        self.pool.facts = read_facts(model_runner)
+        super().__init__(model_runner)
         self._pages: list[HeadPages] = []
         self._counted: torch.Tensor | None = None
         self._spans: list[tuple[int, int, int]] = []
@@ -87,7 +79,7 @@ class KvcAttentionBackend(AttentionBackend):
         **kwargs,
     ) -> torch.Tensor:
         """One token per request: [B, Hq * D] -> [B, Hq * Dv]."""
-        self._store(k, v, layer, forward_batch, save_kv_cache, kwargs)
+        self.store(k, v, layer, forward_batch, save_kv_cache, kwargs)
         out, _ = decode(
             q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
             self.pool.flat_k,
@@ -110,7 +102,7 @@ class KvcAttentionBackend(AttentionBackend):
         **kwargs,
     ) -> torch.Tensor:
         """New tokens of every request, one after the other: [t, Hq * D] -> [t, Hq * Dv]."""
-        self._store(k, v, layer, forward_batch, save_kv_cache, kwargs)
+        self.store(k, v, layer, forward_batch, save_kv_cache, kwargs)
         query = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         out = q.new_empty(q.shape[0], layer.tp_q_head_num, layer.v_head_dim)
         first = 0
@@ -158,24 +150,3 @@ class KvcAttentionBackend(AttentionBackend):
             tail_values,
             layer.scaling,
         )
-
-    def _store(
-        self,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool,
-        extras: dict,
-    ) -> None:
-        check_layer(layer, extras)
-        if save_kv_cache and k is not None:
-            self.pool.set_kv_buffer(
-                layer,
-                forward_batch.out_cache_loc,
-                k.view(-1, layer.tp_k_head_num, layer.qk_head_dim),
-                v.view(-1, layer.tp_v_head_num, layer.v_head_dim),
-            )
-
-    def support_triton(self) -> bool:
-        return self.req_to_token.is_cuda

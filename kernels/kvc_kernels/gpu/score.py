@@ -1,0 +1,243 @@
+"""Attention a prompt's queries pay to its keys, read from the arena (`kvc_kernels.score`).
+
+Two passes over the keys: the log-sum-exp of every query, then every key's attention with it. An
+attention kernel that returns the former saves the first pass. Logits never leave a program.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from kvc_kernels.gpu.layout import INTERPRETED
+
+_LOG2_E = 1.4426950408889634
+#: Programs that `window_lse` fills a GPU with, and tiles of keys below which it does not split.
+_PROGRAMS, _TILES_OF_SPLIT = 512, 4
+
+
+@triton.jit
+def _load_rows(base, row, valid, D: tl.constexpr, D_PAD: tl.constexpr, UPCAST: tl.constexpr):
+    column = tl.arange(0, D_PAD)
+    pointers = base + row[:, None] + column[None, :]
+    if D == D_PAD:
+        loaded = tl.load(pointers, mask=valid[:, None], other=0.0)
+    else:
+        loaded = tl.load(pointers, mask=valid[:, None] & (column < D)[None, :], other=0.0)
+    return loaded.to(tl.float32) if UPCAST else loaded
+
+
+@triton.jit
+def _load_queries(
+    queries, query, query_head, valid, query_stride, query_head_stride,
+    D: tl.constexpr, D_PAD: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    row = query.to(tl.int64) * query_stride + query_head * query_head_stride
+    return _load_rows(queries, row, valid, D, D_PAD, UPCAST)
+
+
+@triton.jit
+def _load_keys(
+    layer_k, slots, position, valid, head, block_stride, head_stride, token_stride,
+    P: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    slot = tl.load(slots + position, mask=valid, other=0)
+    row = (slot // P).to(tl.int64) * block_stride + head * head_stride + slot % P * token_stride
+    return _load_rows(layer_k, row, valid, D, D_PAD, UPCAST)
+
+
+@triton.jit(do_not_specialize=["n", "window", "share"])
+def _lse(
+    part, queries, layer_k, slots, log2_scale, n, window, share,
+    query_stride, query_head_stride, block_stride, head_stride, token_stride,
+    GROUP: tl.constexpr, P: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """Natural log-sum-exp `part` [splits, w, H*G] over one split of ``share`` keys."""
+    head, heads, split = tl.program_id(1), tl.num_programs(1), tl.program_id(2)
+    begin = tl.program_id(0) * ROWS
+    row = begin + tl.arange(0, ROWS)
+    mine = row < window * GROUP
+    query, query_head = row // GROUP, head * GROUP + row % GROUP
+    q = _load_queries(
+        queries, query, query_head, mine, query_stride, query_head_stride, D, D_PAD, UPCAST
+    )
+    own = n - window + query
+    # Finite, so that a query that sees nothing of this split yields no NaN.
+    largest = tl.full([ROWS], -1e30, tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    low = split * share
+    last_query = tl.minimum((begin + ROWS - 1) // GROUP, window - 1)
+    high = tl.minimum(low + share, n - window + last_query + 1)
+    for at in range(low, high, TILE):
+        position = at + tl.arange(0, TILE)
+        keys = _load_keys(
+            layer_k, slots, position, position < high, head,
+            block_stride, head_stride, token_stride, P, D, D_PAD, UPCAST,
+        )  # fmt: skip
+        logits = tl.dot(q, tl.trans(keys.to(q.dtype)), input_precision="ieee") * log2_scale
+        # Keys past `high` are past every own position too: a split is whole tiles.
+        logits = tl.where(position[None, :] <= own[:, None], logits, float("-inf"))
+        new_largest = tl.maximum(largest, tl.max(logits, 1))
+        total = total * tl.exp2(largest - new_largest)
+        total += tl.sum(tl.exp2(logits - new_largest[:, None]), 1)
+        largest = new_largest
+    line = (split * window + query).to(tl.int64) * (heads * GROUP) + query_head
+    tl.store(part + line, (largest + tl.log2(total)) * 0.6931471805599453, mask=mine)
+
+
+@triton.jit(do_not_specialize=["n", "window", "excluded"])
+def _window_attention(
+    scores, queries, layer_k, slots, lse, log2_scale, n, window, excluded,
+    lse_stride, lse_head_stride,
+    query_stride, query_head_stride, block_stride, head_stride, token_stride,
+    GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, MEAN: tl.constexpr, POWER: tl.constexpr,
+    P: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
+    ROWS: tl.constexpr, TILE: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """`scores` [H, n] of one tile of one head's keys: logits are [TILE, ROWS], keys first.
+
+    A row is a query and a member of the group, ``query * GROUP_PAD + member``.
+    """
+    head = tl.program_id(1)
+    position = tl.program_id(0) * TILE + tl.arange(0, TILE)
+    valid = position < n
+    keys = _load_keys(
+        layer_k, slots, position, valid, head,
+        block_stride, head_stride, token_stride, P, D, D_PAD, UPCAST,
+    )  # fmt: skip
+    keys = keys if UPCAST else keys.to(queries.dtype.element_ty)
+    total = tl.zeros([TILE], tl.float32)
+    # No earlier query counts for any of these keys.
+    first = tl.maximum(tl.program_id(0) * TILE + excluded - (n - window), 0)
+    for begin in range(first * GROUP_PAD, window * GROUP_PAD, ROWS):
+        row = begin + tl.arange(0, ROWS)
+        query, member = row // GROUP_PAD, row % GROUP_PAD
+        query_head = head * GROUP + member
+        mine = (query < window) & (member < GROUP)
+        q = _load_queries(
+            queries, query, query_head, mine, query_stride, query_head_stride, D, D_PAD, UPCAST
+        )
+        place = query.to(tl.int64) * lse_stride + query_head * lse_head_stride
+        log2_sum = tl.load(lse + place, mask=mine, other=0.0) * 1.4426950408889634
+        logits = tl.dot(keys, tl.trans(q), input_precision="ieee") * log2_scale
+        # With `excluded` >= 0 this is the causal mask too.
+        counts = position[:, None] <= (n - window + query - excluded)[None, :]
+        attention = tl.exp2(logits - log2_sum[None, :])
+        attention = tl.where(counts & mine[None, :], attention, 0.0)
+        if MEAN:
+            by_query = tl.reshape(attention, [TILE, ROWS // GROUP_PAD, GROUP_PAD])
+            attention = tl.sum(by_query, 2) / GROUP
+        if POWER == 2:
+            attention = attention * attention
+        total += tl.sum(attention, 1)
+    tl.store(scores + head.to(tl.int64) * n + position, total, mask=valid)
+
+
+def window_lse(
+    queries: torch.Tensor, layer_k: torch.Tensor, slots: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """Log-sum-exp of every query's causal logits; arguments as in `window_attention`.
+
+    Returns
+    -------
+    lse : float32 [w, H*G], natural.
+    """
+    queries = _checked(queries, layer_k, slots)
+    (window, query_heads, _), heads, n = queries.shape, layer_k.shape[1], len(slots)
+    group = query_heads // heads
+    blocks = _blocks(queries, window * group)
+    row_tiles = triton.cdiv(window * group, blocks["ROWS"])
+    wanted = triton.cdiv(_PROGRAMS, row_tiles * heads)
+    tiles = triton.cdiv(n, blocks["TILE"])
+    share = max(_TILES_OF_SPLIT, triton.cdiv(tiles, wanted)) * blocks["TILE"]
+    splits = triton.cdiv(n, share)
+    part = torch.empty(splits, window, query_heads, dtype=torch.float32, device=queries.device)
+    _lse[(row_tiles, heads, splits)](
+        part, queries, layer_k, slots, scale * _LOG2_E, n, window, share,
+        *queries.stride()[:2], *layer_k.stride()[:3],
+        GROUP=group, P=layer_k.shape[2], **blocks, UPCAST=INTERPRETED, num_warps=4,
+    )  # fmt: skip
+    return part[0] if splits == 1 else part.logsumexp(0)
+
+
+def window_attention(
+    queries: torch.Tensor,
+    layer_k: torch.Tensor,
+    slots: torch.Tensor,
+    scale: float,
+    power: int = 1,
+    *,
+    group: str = "sum",
+    excluded: int = 0,
+    lse: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`kvc_kernels.score.window_attention`, its keys read by slot.
+
+    Parameters
+    ----------
+    queries : [w, H*G, D], of the last w of n positions; query i sees keys up to n - w + i.
+    layer_k : [num_blocks, H, P, D], a layer of the arena, ``arena_k[:, layer]``.
+    slots : integer [n], the slot (``block * P + offset``) of every position.
+    scale : factor on the logits.
+    power, group, excluded : see there.
+    lse : float32 [w, H*G], natural, if the caller has what `window_lse` would give.
+
+    Returns
+    -------
+    scores : float32 [H, n].
+    """
+    queries = _checked(queries, layer_k, slots)
+    if group not in ("sum", "mean") or power not in (1, 2) or excluded < 0:
+        raise ValueError(f"group {group!r}, power {power!r} or excluded {excluded!r} is unknown")
+    if lse is None:
+        lse = window_lse(queries, layer_k, slots, scale)
+    elif lse.shape != queries.shape[:2] or lse.dtype != torch.float32:
+        raise ValueError(f"lse {lse.dtype} {tuple(lse.shape)}: not float32 of every query")
+    (window, query_heads, _), heads, n = queries.shape, layer_k.shape[1], len(slots)
+    size = query_heads // heads
+    # A mean needs all of a query's group in one tile, so there it is padded to a power of two.
+    padded = triton.next_power_of_2(size) if group == "mean" else size
+    blocks = _blocks(queries, window * padded)
+    if group == "mean":
+        blocks["ROWS"] = max(blocks["ROWS"], padded)
+    scores = torch.empty(heads, n, dtype=torch.float32, device=queries.device)
+    _window_attention[(triton.cdiv(n, blocks["TILE"]), heads)](
+        scores, queries, layer_k, slots, lse, scale * _LOG2_E, n, window, excluded,
+        *lse.stride(), *queries.stride()[:2], *layer_k.stride()[:3],
+        GROUP=size, GROUP_PAD=padded, MEAN=group == "mean", POWER=power,
+        P=layer_k.shape[2], **blocks, UPCAST=INTERPRETED, num_warps=4,
+    )  # fmt: skip
+    return scores
+
+
+def _checked(queries: torch.Tensor, layer_k: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
+    """The queries in a type that holds the keys' values too; raises where shapes do not fit."""
+    (window, query_heads, dim), (_, heads, _, key_dim) = queries.shape, layer_k.shape
+    if dim != key_dim or query_heads % heads:
+        raise ValueError(f"queries {tuple(queries.shape)}: not for {heads} heads of {key_dim}")
+    if slots.dim() != 1 or not 1 <= window <= len(slots):
+        raise ValueError(f"{window} queries for slots {tuple(slots.shape)}")
+    if queries.stride(2) != 1 or layer_k.stride(3) != 1 or slots.stride(0) != 1:
+        raise ValueError("queries, keys or slots are not dense in their last dimension")
+    if layer_k.dtype.itemsize == 1:  # every other type has all values of an 8-bit one
+        return queries
+    return queries.to(torch.promote_types(queries.dtype, layer_k.dtype))
+
+
+def _blocks(queries: torch.Tensor, rows: int) -> dict[str, int]:
+    """Rows of queries and keys of a tile, such that a few tiles fit in shared memory.
+
+    Float32 has no tensor cores, and with more than 16 rows its registers spill (sm_90, compiled).
+    """
+    dim = queries.shape[2]
+    padded = max(16, triton.next_power_of_2(dim))
+    size = padded * queries.dtype.itemsize
+    most = 16 if queries.dtype == torch.float32 else min(64, 16384 // size)
+    return {
+        "D": dim,
+        "D_PAD": padded,
+        "ROWS": max(16, min(most, triton.next_power_of_2(rows))),
+        "TILE": 64 if size <= 512 else 16,
+    }

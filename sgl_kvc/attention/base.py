@@ -1,0 +1,60 @@
+"""What SGLang's attention backends of ours share: the cache, and prompts that are scored."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+
+from sgl_kvc.attention.facts import read_facts
+from sgl_kvc.attention.support import check_layer
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    from sgl_kvc.pool.arena import ArenaKVPool
+
+
+class KvcAttentionBackend(AttentionBackend):
+    """Attention for models whose layers are all plain multi-head (GQA, MQA, MHA)."""
+
+    def __init__(self, model_runner: ModelRunner):
+        super().__init__()
+        self.pool: ArenaKVPool = model_runner.token_to_kv_pool
+        self.req_to_token = model_runner.req_to_token_pool.req_to_token
+        self.segments = self.pool.bind(model_runner.req_to_token_pool)
+        self.pool.facts = read_facts(model_runner)
+
+    def observe(self, query: torch.Tensor, row: int, seq_len: int, layer: RadixAttention) -> None:
+        """Let a prompt's plan see its chunk [t, Hq, D], which ends at `seq_len`, of one layer."""
+        plan = self.pool.plans.get(row)
+        if plan is not None:
+            keys, values = self.pool.read(layer.layer_id, self.req_to_token[row, :seq_len].long())
+            local = layer.layer_id - self.pool.start_layer
+            plan.observe(local, query, keys, values, layer.scaling)
+
+    def store(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool,
+        extras: dict,
+    ) -> None:
+        """Write the new tokens' KVs to their slots."""
+        check_layer(layer, extras)
+        if save_kv_cache and k is not None:
+            self.pool.set_kv_buffer(
+                layer,
+                forward_batch.out_cache_loc,
+                k.view(-1, layer.tp_k_head_num, layer.qk_head_dim),
+                v.view(-1, layer.tp_v_head_num, layer.v_head_dim),
+            )
+
+    def support_triton(self) -> bool:
+        """Whether SGLang may use its own Triton kernels beside this."""
+        return self.req_to_token.is_cuda

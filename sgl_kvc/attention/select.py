@@ -1,0 +1,39 @@
+"""Which attention runs: by the device, or as SGL_KVC_DECODE says (`--kvc-decode`)."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING
+
+from kvc_kernels.dispatch import use_triton
+
+from sgl_kvc.attention.support import UnsupportedError
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    from sgl_kvc.attention.base import KvcAttentionBackend
+
+logger = logging.getLogger(__name__)
+
+#: What ``--kvc-decode`` takes; it travels to SGLang's processes in this variable.
+VARIABLE = "SGL_KVC_DECODE"
+CHOICES = ("auto", "torch", "triton")
+
+
+def create(model_runner: ModelRunner) -> KvcAttentionBackend:
+    """The backend for this process. Raises UnsupportedError for a choice that is none."""
+    chosen = os.environ.get(VARIABLE, "auto")
+    if chosen not in CHOICES:
+        raise UnsupportedError(f"{VARIABLE}={chosen}: must be one of {', '.join(CHOICES)}")
+    if chosen == "auto":
+        chosen = "triton" if use_triton(model_runner.req_to_token_pool.req_to_token) else "torch"
+    logger.info("attention over segment and tail runs in %s", chosen)
+    if chosen == "torch":
+        from sgl_kvc.attention.torch_backend import TorchAttentionBackend
+
+        return TorchAttentionBackend(model_runner)
+    from sgl_kvc.attention.triton_backend import TritonAttentionBackend
+
+    return TritonAttentionBackend(model_runner)
