@@ -11,6 +11,8 @@ from collections.abc import Iterator
 import torch
 import torch.nn.functional as F
 
+from kvc_kernels.dispatch import use_triton
+
 #: `put_first` scales scores of [1e-12, 1e7] to [1e9, 1e28]: above every other score, below what
 #: selection itself protects. A factor, so that small scores keep their order.
 _FIRST, _LEAST, _MOST = 1e21, 1e-12, 1e7
@@ -73,11 +75,20 @@ def window_attention(
     group : "sum" adds the powers of a group's heads; "mean" takes the power of their mean.
     excluded : a query does not count for the keys less than this many positions before it
         (KV-Compress, eq. 19).
+    block : elements of logits at a time; on a GPU there are never that many.
 
     Returns
     -------
     scores : float32 [H, n].
     """
+    if use_triton(keys):
+        from kvc_kernels.gpu import score as gpu
+
+        slots = torch.arange(len(keys), dtype=torch.int32, device=keys.device)
+        pages = keys[:, :, None]  # of one key each
+        return gpu.window_attention(
+            queries, pages, slots, scale, power, group=group, excluded=excluded
+        )
     scores = torch.zeros(keys.shape[1], keys.shape[0], device=keys.device)
     for first, attention in causal_attention(queries, keys, scale, block=block):
         seen = attention.shape[-1]

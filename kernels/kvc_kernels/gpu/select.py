@@ -4,13 +4,13 @@ There the order of every key is kept until the pages are known. Here only the be
 score of every page are: the least of the last page kept says, reading the scores once more, which
 keys are. Memory at its peak, with scores of 4 bytes as the unit::
 
-    rank_pages       1 scores, 2 / P ranks, 48 / 4 of the rows sorted at a time, a twelfth: 1
+    rank_pages       1 scores, 2 / P ranks, 52 / 4 of the sixteenth of the rows sorted at a time
     kept_positions   1 scores, 2 / P ranks, 8 / 4 / rate positions
 
-so 2.25 while ranking at P = 8, and from rate 1.15 on less than 3 at any time. Fewer than 12 rows
-are sorted one at a time: 1.25 + 9 / R. The 48 bytes of a sorted key are its score without NaN (4),
-sorted score and order (12), and what torch 2.11 takes at most for sorting few long rows (32: order
-twice, keys, and the radix sort's second buffers; read in its SortStable.cu).
+so 2.1 while ranking at P = 8, and from rate 1.15 on less than 3 at any time. Fewer than 32 rows are
+sorted one by one: 1.25 + 10 / R. The 52 bytes of a key being sorted: its score without NaN (4), its
+sorted score and order (12), the sorted score of the part before (4), and what torch takes at most
+to sort few long rows (32: order twice, keys, buffers of the radix sort; read in SortStable.cu).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import triton
 import triton.language as tl
 
 #: The part of the rows that is sorted at a time.
-_PARTS = 12
+_PARTS = 16
 
 #: Positions of a row that a program reads at a time.
 _TILE = 2048

@@ -14,7 +14,6 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 if DEVICE == "cpu":  # Triton reads it when kernels are defined; servers of other tests must not
     os.environ["TRITON_INTERPRET"] = "1"
 import kvc_kernels.gpu  # noqa: E402
-import triton.experimental.gluon  # noqa: E402, F401 - later, it would miss the interpreter
 
 for _module in pkgutil.iter_modules(kvc_kernels.gpu.__path__, "kvc_kernels.gpu."):
     importlib.import_module(_module.name)
