@@ -19,11 +19,18 @@ logger = logging.getLogger(__name__)
 
 #: What ``--kvc-decode`` takes; it travels to SGLang's processes in this variable.
 VARIABLE = "SGL_KVC_DECODE"
-CHOICES = ("auto", "torch", "triton")
+CHOICES = ("auto", "torch", "triton", "fa2", "xqa", "trtllm")
 
 
 def create(model_runner: ModelRunner) -> KvcAttentionBackend:
-    """The backend for this process. Raises UnsupportedError for a choice that is none."""
+    """The backend for this process.
+
+    "auto" is Triton on a GPU: no measurement yet says where FlashInfer is faster (docs/gpu.md).
+
+    Raises
+    ------
+    UnsupportedError : for a choice that is none, or that cannot serve this model here.
+    """
     chosen = os.environ.get(VARIABLE, "auto")
     if chosen not in CHOICES:
         raise UnsupportedError(f"{VARIABLE}={chosen}: must be one of {', '.join(CHOICES)}")
@@ -34,6 +41,12 @@ def create(model_runner: ModelRunner) -> KvcAttentionBackend:
         from sgl_kvc.attention.torch_backend import TorchAttentionBackend
 
         return TorchAttentionBackend(model_runner)
-    from sgl_kvc.attention.triton_backend import TritonAttentionBackend
+    if chosen == "triton":
+        from sgl_kvc.attention.triton_backend import TritonAttentionBackend
 
-    return TritonAttentionBackend(model_runner)
+        return TritonAttentionBackend(model_runner)
+    if model_runner.device != "cuda":
+        raise UnsupportedError(f"--kvc-decode {chosen} needs a GPU")
+    from sgl_kvc.attention.flashinfer_backend import FlashInferAttentionBackend
+
+    return FlashInferAttentionBackend(model_runner, chosen)

@@ -85,18 +85,8 @@ class TritonAttentionBackend(KvcAttentionBackend):
     ) -> torch.Tensor:
         """One token per request: [B, Hq * D] -> [B, Hq * Dv]."""
         self.store(k, v, layer, forward_batch, save_kv_cache, kwargs)
-        counting = self.segments.counts()  # never while a graph is captured or replayed (compat)
-        out, _ = decode(
-            q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
-            self.cache,
-            layer.layer_id - self.pool.start_layer,
-            forward_batch.req_pool_indices,
-            forward_batch.seq_lens,
-            layer.scaling,
-            metric=self.pool.metric if counting else None,
-            counted=self.segments.counted if counting else None,
-        )
-        return out.view(q.shape[0], -1)
+        query = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        return self.attend_decode(query, layer, forward_batch).view(q.shape[0], -1)
 
     def forward_extend(
         self,
@@ -115,6 +105,34 @@ class TritonAttentionBackend(KvcAttentionBackend):
         for row, prefix, new in self._chunk.spans:
             self.observe(query[first : first + new], row, prefix + new, layer)
             first += new
+        return self.attend_extend(query, k, v, layer, forward_batch).view(q.shape[0], -1)
+
+    def attend_decode(
+        self, query: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch
+    ) -> torch.Tensor:
+        """[B, Hq, D] -> [B, Hq, Dv]."""
+        counting = self.segments.counts()  # never while a graph is captured or replayed (compat)
+        out, _ = decode(
+            query,
+            self.cache,
+            layer.layer_id - self.pool.start_layer,
+            forward_batch.req_pool_indices,
+            forward_batch.seq_lens,
+            layer.scaling,
+            metric=self.pool.metric if counting else None,
+            counted=self.segments.counted if counting else None,
+        )
+        return out
+
+    def attend_extend(
+        self,
+        query: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+    ) -> torch.Tensor:
+        """[t, Hq, D] -> [t, Hq, Dv]; the new keys and values are in the cache already."""
         out, _ = extend(
             query,
             self.cache,
@@ -125,4 +143,4 @@ class TritonAttentionBackend(KvcAttentionBackend):
             self._chunk.most_new,
             layer.scaling,
         )
-        return out.view(q.shape[0], -1)
+        return out

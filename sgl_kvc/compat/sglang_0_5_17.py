@@ -35,7 +35,7 @@ def add_arguments(_result: Any, parser) -> None:
     parser.add_argument(
         "--kvc-decode",
         choices=CHOICES,
-        help="attention of --attention-backend kvc; auto is triton on a GPU and torch elsewhere",
+        help="who computes decode of --attention-backend kvc (docs/gpu.md)",
     )
 
 

@@ -11,6 +11,7 @@ from kvc_kernels.pages import Rows, head_pages
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
+from sgl_kvc.attention.select import VARIABLE, create
 from sgl_kvc.attention.support import UnsupportedError, check_layer
 from sgl_kvc.attention.torch_backend import TorchAttentionBackend
 from sgl_kvc.pool.arena import ArenaKVPool
@@ -87,3 +88,13 @@ def test_extend_over_a_compressed_prefix_is_decode(backend):
 def test_attention_that_is_more_than_softmax_is_refused(layer, extras, reason):
     with pytest.raises(UnsupportedError, match=reason):
         check_layer(layer, extras)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "sentence"),
+    [("xqa", "--kvc-decode xqa needs a GPU"), ("fast", "must be one of auto, torch, triton, fa2")],
+)
+def test_decode_choices_that_are_refused(chosen, sentence, monkeypatch):
+    monkeypatch.setenv(VARIABLE, chosen)
+    with pytest.raises(UnsupportedError, match=sentence):
+        create(SimpleNamespace(device="cpu"))

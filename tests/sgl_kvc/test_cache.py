@@ -6,6 +6,7 @@ that follows from its tokens so far, its layer and its head, so any misplaced on
 
 from __future__ import annotations
 
+import contextlib
 from array import array
 
 import pytest
@@ -67,6 +68,12 @@ def kv(tokens: list[int]) -> torch.Tensor:
 
 
 class Lives(RuleBasedStateMachine):
+    device = "cpu"
+
+    def forward(self) -> contextlib.AbstractContextManager:
+        """Around what a forward does to the pool."""
+        return contextlib.nullcontext()
+
     @initialize()
     def build(self):
         self.pool = ArenaKVPool(
@@ -76,13 +83,13 @@ class Lives(RuleBasedStateMachine):
             head_num=HEADS,
             head_dim=DIM,
             layer_num=LAYERS,
-            device="cpu",
+            device=self.device,
             enable_memory_saver=False,
         )
-        self.requests = ReqToTokenPool(6, CONTEXT, "cpu", False)
+        self.requests = ReqToTokenPool(6, CONTEXT, self.device, False)
         self.segments = self.pool.bind(self.requests)
         self.allocator = TorchPagedAllocator(
-            TOKENS, PAGE, torch.float32, "cpu", self.pool, need_sort=False
+            TOKENS, PAGE, torch.float32, self.device, self.pool, need_sort=False
         )
         self.cache = CompressingRadixCache(
             CacheInitParams(
@@ -172,7 +179,8 @@ class Lives(RuleBasedStateMachine):
                 return
             row[seq] = slot[0]
             req.output_ids.append(3000 + seq)
-            self._write(self._tokens(req)[: seq + 1], slot, seq)
+            with self.forward():
+                self._write(self._tokens(req)[: seq + 1], slot, seq)
             req.kv_committed_len = req.kv.kv_allocated_len = seq + 1
             if self.segments.counts(req.req_pool_idx):  # what the backend does
                 self.pool.reset_metric(slot)
@@ -318,10 +326,10 @@ class Lives(RuleBasedStateMachine):
         req.set_extend_range(begin, end)
         req.kv_committed_len = req.kv.kv_allocated_len = end
         self.cache.plan_request(req)
-        self._write(self._tokens(req)[:end], slots, begin)
-        plan = self.cache.plans.get(req.req_pool_idx)
-        if plan is not None:
-            for layer in range(LAYERS):
+        with self.forward():
+            self._write(self._tokens(req)[:end], slots, begin)
+            plan = self.cache.plans.get(req.req_pool_idx)
+            for layer in range(LAYERS) if plan is not None else ():
                 queries = torch.randn(end - begin, HEADS * GROUP, DIM)
                 keys, values = self.pool.read(layer, row[:end].long())
                 plan.observe(layer, queries, keys / 8191, values, 1.0)
@@ -346,8 +354,45 @@ class Lives(RuleBasedStateMachine):
             release_kv_cache(req, self.cache, is_insert=False)
 
 
+class LivesOnGPU(Lives):
+    """The same with overlap scheduling's streams, and forwards that take their time.
+
+    What the cache does to the pool beside them, and not behind them, shows in `contents`.
+    """
+
+    device = "cuda"
+
+    @contextlib.contextmanager
+    def forward(self):
+        stream, scheduling = self.cache.stream, torch.cuda.current_stream()
+        stream.wait_stream(scheduling)
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(1_000_000)  # cycles: half a millisecond
+            yield
+
+    @initialize()
+    def build(self):
+        torch.set_default_device("cuda")
+        super().build()
+        self.cache.stream = torch.cuda.Stream()
+
+    @invariant()
+    def contents(self):
+        torch.cuda.synchronize()
+        super().contents()
+
+    def teardown(self):
+        torch.cuda.synchronize()
+        super().teardown()
+        torch.set_default_device(None)
+
+
 Lives.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 TestLives = Lives.TestCase
+LivesOnGPU.TestCase.settings = Lives.TestCase.settings
+TestLivesOnGPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")(
+    LivesOnGPU.TestCase
+)
 
 
 @pytest.mark.parametrize("while_the_question_is_read", [True, False])

@@ -1,0 +1,1 @@
+"""Everything that is measured on a GPU: correctness, bandwidth, serving, overhead."""

@@ -1,0 +1,141 @@
+"""Decode by one of FlashInfer's kernels, and prefill of uncompressed prompts by FlashInfer.
+
+What FlashInfer does not do stays with Triton: prompts whose context is compressed already, and
+decode steps that add to the metric of compression in decode.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from kvc_kernels.gpu.flashinfer_decode import DecodePlan, supported
+from kvc_kernels.gpu.flashinfer_prefill import PrefillPlan
+from sglang.srt.layers.radix_attention import RadixAttention
+
+from sgl_kvc.attention.support import UnsupportedError
+from sgl_kvc.attention.triton_backend import TritonAttentionBackend
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+_WORKSPACE_BYTES = 128 << 20
+
+
+class FlashInferAttentionBackend(TritonAttentionBackend):
+    """`TritonAttentionBackend` with FlashInfer where it can take over.
+
+    Parameters
+    ----------
+    kernels : "fa2", "xqa" or "trtllm".
+
+    Raises
+    ------
+    UnsupportedError : if these kernels cannot serve this model on this GPU, and why.
+    """
+
+    def __init__(self, model_runner: ModelRunner, kernels: str):
+        super().__init__(model_runner)
+        arena, self.kernels, self.dtype = self.cache.arena_k, kernels, model_runner.dtype
+        layers = (x for x in model_runner.model.modules() if isinstance(x, RadixAttention))
+        first = next(layers)
+        self.query_heads, self.scale = first.tp_q_head_num, first.scaling
+        reason = supported(
+            kernels,
+            torch.cuda.get_device_capability(arena.device),
+            arena.shape[-1],
+            self.cache.page_size,
+            arena.dtype,
+            self.query_heads // self.cache.heads,
+        )
+        if reason:
+            raise UnsupportedError(f"--kvc-decode {kernels}: {reason}")
+        self._max_pages = -(-self.req_to_token.shape[1] // self.cache.page_size)
+        self._decode: DecodePlan | None = None
+        self._by_batch: dict[int, DecodePlan] = {}  # graphs hold their buffers
+        self._workspace = self._bytes()
+        self._prefill: PrefillPlan | None = None
+        self._prefills = PrefillPlan(
+            self._bytes(),
+            query_heads=self.query_heads,
+            heads=self.cache.heads,
+            head_dim=arena.shape[-1],
+            page_size=self.cache.page_size,
+            dtype=self.dtype,
+            kv_dtype=arena.dtype,
+            scale=self.scale,
+        )
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        super().init_forward_metadata(forward_batch)
+        if forward_batch.forward_mode.is_decode_or_idle():
+            self._plan_decode(forward_batch)
+            return
+        rows, new = self.pool.prefilling, forward_batch.extend_seq_lens_cpu
+        whole = len(rows) == len(new)  # not mixed with decode steps, whose rows are not known here
+        self._prefill = None
+        if whole and not any(self.segments.begin(row) is not None for row in rows):
+            self._prefill = self._prefills
+            self._prefill.plan(
+                self.req_to_token,
+                forward_batch.req_pool_indices,
+                list(forward_batch.extend_prefix_lens_cpu),
+                list(new),
+            )
+
+    def init_forward_metadata_out_graph(
+        self, forward_batch: ForwardBatch, in_capture: bool = False
+    ) -> None:
+        """Before a decode step is captured, and before each replay."""
+        self._plan_decode(forward_batch)
+
+    def _plan_decode(self, forward_batch: ForwardBatch) -> None:
+        requests, page_size = forward_batch.batch_size, self.cache.page_size
+        plan = self._by_batch.get(requests)
+        if plan is None:
+            plan = self._by_batch[requests] = DecodePlan(
+                self.kernels,
+                self.cache,
+                requests,
+                self.query_heads,
+                self.dtype,
+                self.scale,
+                self._max_pages,
+                self._workspace,
+            )
+        pages = None
+        if self.kernels == "fa2":
+            pages = [-(-int(length) // page_size) for length in forward_batch.seq_lens_cpu]
+        plan.plan(forward_batch.req_pool_indices, forward_batch.seq_lens, pages)
+        self._decode = plan
+
+    def attend_decode(
+        self, query: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch
+    ) -> torch.Tensor:
+        if self.segments.counts():
+            return super().attend_decode(query, layer, forward_batch)
+        return self._decode.run(layer.layer_id - self.pool.start_layer, query)
+
+    def attend_extend(
+        self,
+        query: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+    ) -> torch.Tensor:
+        if self._prefill is None:
+            return super().attend_extend(query, k, v, layer, forward_batch)
+        return self._prefill.run(
+            layer.layer_id - self.pool.start_layer,
+            query,
+            k.view(-1, layer.tp_k_head_num, layer.qk_head_dim),
+            v.view(-1, layer.tp_v_head_num, layer.v_head_dim),
+            self.cache.arena_k,
+            self.cache.arena_v,
+        )
+
+    def _bytes(self) -> torch.Tensor:
+        """A workspace; zeroed, for XQA keeps semaphores there."""
+        return torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=self.req_to_token.device)
