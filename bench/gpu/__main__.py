@@ -23,7 +23,8 @@ _CHECK_TIMEOUT_S = 240
 
 
 def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__.splitlines()[0])
+    summary = __doc__.splitlines()[0]
+    parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=summary)
     parser.add_argument("--out", type=Path, required=True, help="folder of records and report")
     parser.add_argument("--all", action="store_true", help="all parts, one after the other")
     parser.add_argument("--part", action="append", choices=PARTS, default=[])
@@ -93,10 +94,10 @@ def kernels_apart(args: argparse.Namespace) -> None:
     from bench.gpu.records import Records
 
     for name in CHECKS:
-        command = [sys.executable, "-m", "bench.gpu", "--part", "kernels", "--only", name,
-                   "--out", str(args.out), *(["--smoke"] if args.smoke else [])]  # fmt: skip
+        command = [sys.executable, "-m", "bench.gpu", "--out", str(args.out.resolve())]
+        command += ["--part", "kernels", "--only", name, *(["--smoke"] if args.smoke else [])]
         try:
-            code = subprocess.run(command, timeout=_CHECK_TIMEOUT_S).returncode
+            code = subprocess.run(command, cwd=ROOT, timeout=_CHECK_TIMEOUT_S).returncode
         except subprocess.TimeoutExpired:
             code = f"none after {_CHECK_TIMEOUT_S} s"
         if code:

@@ -1,0 +1,288 @@
+"""Plain SGLang against sgl-kvc on one GPU, in one run, on a model without real weights.
+
+The set-up of arXiv 2410.00161, section 4: many prompts at once, a pool as a 24 GB card leaves it.
+Random weights generate garbage, and as much of it as is asked for.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import dataclasses
+import importlib.metadata
+import importlib.util
+import itertools
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from random import Random
+
+import torch
+
+from bench.gpu import models
+from bench.gpu.records import Records
+
+ROOT = Path(__file__).parents[2]
+#: Weights to invent and CUDA graphs to capture.
+_START_TIMEOUT_S = 420
+_ROUND_TIMEOUT_S = 1800
+#: Where SGLang looks for us.
+_PLUGINS = "sglang.srt.plugins"
+
+
+@dataclasses.dataclass(frozen=True)
+class Load:
+    """What one round sends, all at once; no prompt shares a prefix with another."""
+
+    requests: int
+    input_tokens: int
+    output_tokens: int
+    vocabulary: int
+
+
+def run(records: Records, part: str, args: argparse.Namespace) -> None:
+    """Part `serving` or `overhead`; without SGLang one record that says so."""
+    missing = [name for name in ("sglang", "httpx") if importlib.util.find_spec(name) is None]
+    if missing:
+        records.add(part, status="skipped", reason=f"{', '.join(missing)} cannot be imported")
+        return
+    from bench import serving
+
+    serving.START_TIMEOUT_S = _START_TIMEOUT_S
+    with tempfile.TemporaryDirectory() as folder:
+        bench = Bench(records, args, Path(folder))
+        if part == "serving":
+            bench.by_rate()
+        else:
+            bench.overhead()
+            bench.long_context()
+
+
+@dataclasses.dataclass(frozen=True)
+class Servers:
+    """The servers that run, ours and plain; None for one that did not start."""
+
+    by_kind: dict
+
+    def __call__(self, ours: bool):
+        if self.by_kind[ours] is None:
+            raise RuntimeError("the server did not start")
+        return self.by_kind[ours]
+
+
+class Bench:
+    """Servers of one model and what is asked of them."""
+
+    def __init__(self, records: Records, args: argparse.Namespace, folder: Path):
+        self._records, self._args = records, args
+        config = models.TINY if args.smoke else models.LLAMA
+        self._vocabulary = config["vocab_size"]
+        self._model = models.write(folder / "model", config)
+        self._installed = source_tree(folder)
+
+    def by_rate(self) -> None:
+        """Every input length with every pool: plain SGLang, then each rate."""
+        rates = self._args.rates
+        for pool in self._args.pool:
+            if pool:
+                with self._both(pool) as servers:
+                    self._rounds(servers, pool, [None, *rates])
+                continue
+            for some in ([None], rates):  # one pool takes all memory
+                with self._one(pool, some[0] is not None) as servers:
+                    self._rounds(servers, pool, some)
+
+    def _rounds(self, servers: Servers, pool: int, rates: list[float | None]) -> None:
+        for length, rate in itertools.product(self._args.inputs, rates):
+            facts = {"pool": pool, "input": length, "rate": rate}
+            self._round("round", servers, length, rate, facts)
+
+    def overhead(self) -> None:
+        """Rate 1 against plain SGLang, in turn, after a round of each that does not count."""
+        pool = next((p for p in self._args.pool if p), 43000)
+        length = self._args.inputs[0]
+        with self._both(pool) as servers:
+            ratios = {"tokens_per_s": [], "itl_ms": [], "ttft_ms": []}
+            for number in range(self._args.rounds + 1):
+                found = []
+                for rate in (None, 1):
+                    facts = {"pool": pool, "input": length, "rate": rate, "warm_up": not number}
+                    facts["round"] = number
+                    found.append(self._round("overhead", servers, length, rate, facts))
+                if number and all("tokens_per_s" in each for each in found):
+                    for key, each in ratios.items():
+                        each.append(found[1][key] / found[0][key])
+        with self._records.attempt("ratio", input=length, rounds=self._args.rounds) as record:
+            for key, each in ratios.items():
+                record[key] = {"median": statistics.median(each), "range": [min(each), max(each)]}
+
+    def long_context(self) -> None:
+        """Latency between tokens with many long prompts at rate 8; plain with what fits."""
+        for rate in (8, None):
+            with self._one(0, rate is not None) as servers:
+                facts = {"pool": 0, "input": self._args.context, "rate": rate}
+                requests = self._args.batch
+                self._round("long context", servers, self._args.context, rate, facts, requests)
+
+    def _round(
+        self,
+        name: str,
+        servers: Servers,
+        length: int,
+        rate: float | None,
+        facts: dict,
+        requests: int | None = None,
+    ) -> dict:
+        """One record; what it holds."""
+        load = Load(
+            requests or self._args.requests, length, self._args.output_tokens, self._vocabulary
+        )
+        with self._records.attempt(name, requests=load.requests, **facts) as found:
+            server = servers(rate is not None)
+            found |= asyncio.run(measure(server, load, rate))
+        return found
+
+    @contextlib.contextmanager
+    def _both(self, pool: int) -> Iterator[Servers]:
+        """Plain and ours side by side, so that they can take turns."""
+        with contextlib.ExitStack() as stack:
+            yield Servers({ours: self._start(stack, pool, ours) for ours in (False, True)})
+
+    @contextlib.contextmanager
+    def _one(self, pool: int, ours: bool) -> Iterator[Servers]:
+        """One server alone."""
+        with contextlib.ExitStack() as stack:
+            yield Servers({ours: self._start(stack, pool, ours)})
+
+    def _start(self, stack: contextlib.ExitStack, pool: int, ours: bool):
+        """A server that `stack` ends, warmed up; None, and a record, if it does not start."""
+        server = None
+        with self._records.attempt("start", pool=pool, ours=ours) as found:
+            begin = time.perf_counter()
+            server = stack.enter_context(self._server(pool, ours))
+            found["seconds"] = time.perf_counter() - begin
+            load = Load(8, min(self._args.inputs), 16, self._vocabulary)
+            for rate in (1, 8) if ours else (None, None):  # kernels are compiled at first use
+                asyncio.run(measure(server, load, rate))
+        return server
+
+    @contextlib.contextmanager
+    def _server(self, pool: int, ours: bool) -> Iterator:
+        """SGLang on the dummy model, as it comes or with the plugin; killed on exit."""
+        from kvc_server.process import free_port
+
+        from bench.serving import STRICT, Server, kill, popen, wait_until_ready
+
+        arguments = ["--load-format", "dummy", "--skip-tokenizer-init"]
+        arguments += ["--decode-log-interval", "1", "--incremental-streaming-output"]
+        env = dict.fromkeys(STRICT, "0") | self._installed
+        on_cpu = not torch.cuda.is_available()
+        if pool or on_cpu:  # there, all memory is other processes' as well
+            arguments += ["--max-total-tokens", str(pool or 8192)]
+        if ours:
+            arguments += ["--attention-backend", "kvc"]
+        elif on_cpu:
+            arguments += ["--attention-backend", "torch_native", "--page-size", "16"]
+        else:
+            env["SGLANG_PLUGINS"] = "none"
+        if on_cpu:
+            env["TRITON_INTERPRET"] = "0"
+        log = Path(tempfile.mkstemp(prefix="sglang-", suffix=".log")[1])
+        port = free_port()
+        process = popen(self._model, port, log, *arguments, **env)
+        server = Server(process, f"http://127.0.0.1:{port}", log)
+        try:
+            wait_until_ready(server)
+            yield server
+        finally:
+            kill(process)
+
+
+def source_tree(folder: Path) -> dict[str, str]:
+    """Environment in which SGLang finds this tree and its plugin, installed or not."""
+    paths = [str(ROOT / name) for name in ("", "kernels", "server", "models")]
+    found = importlib.metadata.entry_points(group=_PLUGINS)
+    if "sgl_kvc" not in {entry.name for entry in found}:
+        subprocess.run(
+            [sys.executable, "-c", "import setuptools; setuptools.setup()", "-q", "egg_info",
+             "--egg-base", str(folder)],
+            cwd=ROOT, check=True,
+        )  # fmt: skip
+        paths.append(str(folder))
+    return {"PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])}
+
+
+async def measure(server, load: Load, rate: float | None) -> dict:
+    """Send all requests, wait for the last: latencies over requests, tokens over all of it."""
+    seen = len(server.log.read_text())
+    async with server.async_client(timeout=_ROUND_TIMEOUT_S) as client:
+        (await client.post("/flush_cache", params={"timeout": 30})).raise_for_status()
+        bodies = [_body(load, rate, seed) for seed in range(load.requests)]
+        begin = time.perf_counter()
+        answers = await asyncio.gather(*(_times(client, body) for body in bodies))
+        seconds = time.perf_counter() - begin
+    log = server.log.read_text()[seen:]
+    batches = [int(number) for number in re.findall(r"#running-req: (\d+)", log)]
+    times = [arrivals for _, arrivals in answers]
+    ends = [answer for answer, _ in answers]
+    if any(end["meta_info"]["completion_tokens"] != load.output_tokens for end in ends):
+        raise RuntimeError("a request ended early")
+    first = [arrivals[0] - begin for arrivals in times]
+    gaps = sorted(b - a for arrivals in times for a, b in itertools.pairwise(arrivals))
+    each = [
+        (arrivals[-1] - arrivals[0]) / (load.output_tokens - 1)
+        for arrivals in times
+        if load.output_tokens > 1
+    ]
+    full = sorted(  # while every request is generating
+        b - a
+        for arrivals in times
+        for a, b in itertools.pairwise(arrivals)
+        if a >= max(t[0] for t in times) and b <= min(t[-1] for t in times)
+    )
+    achieved = [end.get("kv_compression", {}).get("rate_achieved") for end in ends]
+    return {
+        "seconds": seconds,
+        "tokens_per_s": load.requests * load.output_tokens / seconds,
+        "ttft_ms": 1e3 * statistics.median(first),
+        "ttft_p99_ms": 1e3 * sorted(first)[int(0.99 * (len(first) - 1))],
+        "itl_ms": 1e3 * statistics.median(each),  # of a request's mean, pauses included
+        "gap_ms": 1e3 * statistics.median(gaps),
+        "gap_p99_ms": 1e3 * gaps[int(0.99 * (len(gaps) - 1))],
+        "gap_full_batch_ms": 1e3 * statistics.median(full) if full else None,
+        "largest_batch": max(batches, default=None),
+        "rate_achieved": None if None in achieved else statistics.mean(achieved),
+    }
+
+
+async def _times(client, body: dict) -> tuple[dict, list[float]]:
+    """The last chunk of a streamed answer, and when each chunk came."""
+    arrivals, last = [], ""
+    async with client.stream("POST", "/generate", json=body) as response:
+        if response.status_code != 200:
+            raise RuntimeError(f"{response.status_code}: {(await response.aread())[:500]!r}")
+        async for line in response.aiter_lines():
+            if line.startswith("data: ") and line != "data: [DONE]":
+                arrivals.append(time.perf_counter())
+                last = line[6:]
+    answer = json.loads(last)
+    if "error" in answer:
+        raise RuntimeError(str(answer["error"])[:500])
+    return answer, arrivals
+
+
+def _body(load: Load, rate: float | None, seed: int) -> dict:
+    from bench.serving import generate_body
+
+    ids = Random(seed).choices(range(16, load.vocabulary), k=load.input_tokens)
+    knob = None if rate is None else {"rate": rate}
+    sampling = {"max_new_tokens": load.output_tokens, "ignore_eos": True}
+    return generate_body(ids, knob, **sampling) | {"stream": True}
