@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +19,9 @@ if TYPE_CHECKING:
     from sgl_kvc.pool.arena import ArenaKVPool
 
 
+logger = logging.getLogger(__name__)
+
+
 class KvcAttentionBackend(AttentionBackend):
     """Attention for models whose layers are all plain multi-head (GQA, MQA, MHA)."""
 
@@ -27,6 +31,70 @@ class KvcAttentionBackend(AttentionBackend):
         self.req_to_token = model_runner.req_to_token_pool.req_to_token
         self.segments = self.pool.bind(model_runner.req_to_token_pool)
         self.pool.facts = read_facts(model_runner)
+        if self.pool.facts.head_profile is None:
+            logger.info(
+                "the model has no head profile; `sgl-kvc profile` measures one, and the default "
+                "policy is the better for it"
+            )
+
+    def attend_decode(
+        self, query: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch
+    ) -> torch.Tensor:
+        """Attention of one token per request, stored already: [B, Hq, D] -> [B, Hq, Dv]."""
+        raise NotImplementedError
+
+    def attend_extend(
+        self,
+        query: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+    ) -> torch.Tensor:
+        """Attention of the new tokens of every request, one request after the other.
+
+        Prompts that will be compressed are scored on the way.
+
+        Parameters
+        ----------
+        query : [t, Hq, D].
+        k, v : [t, H * D] and [t, H * Dv], the new tokens'; they are stored already.
+
+        Returns
+        -------
+        out : [t, Hq, Dv].
+        """
+        raise NotImplementedError
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs,
+    ) -> torch.Tensor:
+        """What SGLang calls for a decode step: [B, Hq * D] -> [B, Hq * Dv]."""
+        self._store(k, v, layer, forward_batch, save_kv_cache, kwargs)
+        query = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        return self.attend_decode(query, layer, forward_batch).view(q.shape[0], -1)
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs,
+    ) -> torch.Tensor:
+        """What SGLang calls for a prefill: [t, Hq * D] -> [t, Hq * Dv]."""
+        self._store(k, v, layer, forward_batch, save_kv_cache, kwargs)
+        query = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        return self.attend_extend(query, k, v, layer, forward_batch).view(q.shape[0], -1)
 
     def observe(self, query: torch.Tensor, row: int, seq_len: int, layer: RadixAttention) -> None:
         """Let a prompt's plan see its chunk [t, Hq, D], which ends at `seq_len`, of one layer."""
@@ -36,7 +104,7 @@ class KvcAttentionBackend(AttentionBackend):
             local = layer.layer_id - self.pool.start_layer
             plan.observe(local, query, keys, values, layer.scaling)
 
-    def store(
+    def _store(
         self,
         k: torch.Tensor,
         v: torch.Tensor,

@@ -117,7 +117,7 @@ class FlashInferAttentionBackend(TritonAttentionBackend):
             return super().attend_decode(query, layer, forward_batch)
         return self._decode.run(layer.layer_id - self.pool.start_layer, query)
 
-    def attend_extend(
+    def attend_chunk(
         self,
         query: torch.Tensor,
         k: torch.Tensor,
@@ -126,7 +126,7 @@ class FlashInferAttentionBackend(TritonAttentionBackend):
         forward_batch: ForwardBatch,
     ) -> torch.Tensor:
         if self._prefill is None:
-            return super().attend_extend(query, k, v, layer, forward_batch)
+            return super().attend_chunk(query, k, v, layer, forward_batch)
         return self._prefill.run(
             layer.layer_id - self.pool.start_layer,
             query,

@@ -6,6 +6,7 @@ import logging
 import os
 from typing import TYPE_CHECKING
 
+import torch
 from kvc_kernels.dispatch import use_triton
 
 from sgl_kvc.attention.support import UnsupportedError
@@ -21,11 +22,15 @@ logger = logging.getLogger(__name__)
 VARIABLE = "SGL_KVC_DECODE"
 CHOICES = ("auto", "torch", "triton", "fa2", "xqa", "trtllm")
 
+#: What measured fastest, by compute capability (bench.gpu, part bandwidth); Triton where nothing
+#: is known. No GPU has been measured yet (docs/gpu.md).
+FASTEST: dict[tuple[int, int], str] = {}
+
 
 def create(model_runner: ModelRunner) -> KvcAttentionBackend:
     """The backend for this process.
 
-    "auto" is Triton on a GPU: no measurement yet says where FlashInfer is faster (docs/gpu.md).
+    "auto" is what `FASTEST` says on a GPU, and torch elsewhere.
 
     Raises
     ------
@@ -35,7 +40,7 @@ def create(model_runner: ModelRunner) -> KvcAttentionBackend:
     if chosen not in CHOICES:
         raise UnsupportedError(f"{VARIABLE}={chosen}: must be one of {', '.join(CHOICES)}")
     if chosen == "auto":
-        chosen = "triton" if use_triton(model_runner.req_to_token_pool.req_to_token) else "torch"
+        chosen = _automatic(model_runner.req_to_token_pool.req_to_token)
     logger.info("attention over segment and tail runs in %s", chosen)
     if chosen == "torch":
         from sgl_kvc.attention.torch_backend import TorchAttentionBackend
@@ -50,3 +55,9 @@ def create(model_runner: ModelRunner) -> KvcAttentionBackend:
     from sgl_kvc.attention.flashinfer_backend import FlashInferAttentionBackend
 
     return FlashInferAttentionBackend(model_runner, chosen)
+
+
+def _automatic(table: torch.Tensor) -> str:
+    if not use_triton(table):
+        return "torch"
+    return FASTEST.get(torch.cuda.get_device_capability(), "triton") if table.is_cuda else "triton"

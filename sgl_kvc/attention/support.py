@@ -9,6 +9,10 @@ if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
 
 
+#: What ``--kv-cache-dtype`` may be.
+_CACHE_DTYPES = ("auto", "float32", "float16", "bfloat16", "bf16", "fp8_e4m3", "fp8_e5m2")
+
+
 class UnsupportedError(ValueError):
     """A model or server option that sgl-kvc cannot serve. The message says which and why."""
 
@@ -43,8 +47,7 @@ def check_server(args: Any) -> None:
         "--disable-radix-cache": args.disable_radix_cache,
         "--enable-streaming-session": args.enable_streaming_session,
         "--page-size below 8": args.page_size is None or args.page_size < 8,
-        "--kv-cache-dtype fp8/fp4": "fp" in str(args.kv_cache_dtype)
-        and not str(args.kv_cache_dtype).endswith("16"),
+        f"--kv-cache-dtype {args.kv_cache_dtype}": args.kv_cache_dtype not in _CACHE_DTYPES,
     }
     for option, given in refused.items():
         if given:

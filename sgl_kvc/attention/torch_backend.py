@@ -68,20 +68,11 @@ class TorchAttentionBackend(KvcAttentionBackend):
                     self.pool.reset_metric(forward_batch.out_cache_loc[first : first + new])
                 first += new
 
-    def forward_decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        **kwargs,
+    def attend_decode(
+        self, query: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch
     ) -> torch.Tensor:
-        """One token per request: [B, Hq * D] -> [B, Hq * Dv]."""
-        self.store(k, v, layer, forward_batch, save_kv_cache, kwargs)
         out, _ = decode(
-            q.view(-1, layer.tp_q_head_num, layer.qk_head_dim),
+            query,
             self.pool.flat_k,
             self.pool.flat_v,
             self._pages[layer.layer_id - self.pool.start_layer],
@@ -89,28 +80,23 @@ class TorchAttentionBackend(KvcAttentionBackend):
             None if self._counted is None else self.pool.metric.flatten(0, 2),
             self._counted,
         )
-        return out.to(q.dtype).view(q.shape[0], -1)
+        return out.to(query.dtype)
 
-    def forward_extend(
+    def attend_extend(
         self,
-        q: torch.Tensor,
+        query: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
         layer: RadixAttention,
         forward_batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        **kwargs,
     ) -> torch.Tensor:
-        """New tokens of every request, one after the other: [t, Hq * D] -> [t, Hq * Dv]."""
-        self.store(k, v, layer, forward_batch, save_kv_cache, kwargs)
-        query = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        out = q.new_empty(q.shape[0], layer.tp_q_head_num, layer.v_head_dim)
+        out = query.new_empty(*query.shape[:2], layer.v_head_dim)
         first = 0
         for row, prefix, new in self._spans:
             mine = slice(first, first + new)
             out[mine] = self._extend(query[mine], row, prefix + new, layer)
             first += new
-        return out.view(q.shape[0], -1)
+        return out
 
     def _extend(
         self, query: torch.Tensor, row: int, seq_len: int, layer: RadixAttention
@@ -144,8 +130,8 @@ class TorchAttentionBackend(KvcAttentionBackend):
         tail_keys, tail_values = self.pool.read(layer.layer_id, tail)
         return extend_compressed(
             query,
-            [self.pool.flat_k[mine].flatten(0, 1) for mine in pages],
-            [self.pool.flat_v[mine].flatten(0, 1) for mine in pages],
+            [self.pool.flat_k[mine].flatten(0, 1).to(tail_keys.dtype) for mine in pages],
+            [self.pool.flat_v[mine].flatten(0, 1).to(tail_keys.dtype) for mine in pages],
             tail_keys,
             tail_values,
             layer.scaling,

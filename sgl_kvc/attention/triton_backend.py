@@ -73,44 +73,9 @@ class TritonAttentionBackend(KvcAttentionBackend):
         """Padding rows attend to one KV of SGLang's padding block."""
         return 1
 
-    def forward_decode(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        **kwargs,
-    ) -> torch.Tensor:
-        """One token per request: [B, Hq * D] -> [B, Hq * Dv]."""
-        self.store(k, v, layer, forward_batch, save_kv_cache, kwargs)
-        query = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        return self.attend_decode(query, layer, forward_batch).view(q.shape[0], -1)
-
-    def forward_extend(
-        self,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        v: torch.Tensor,
-        layer: RadixAttention,
-        forward_batch: ForwardBatch,
-        save_kv_cache: bool = True,
-        **kwargs,
-    ) -> torch.Tensor:
-        """New tokens of every request, one after the other: [t, Hq * D] -> [t, Hq * Dv]."""
-        self.store(k, v, layer, forward_batch, save_kv_cache, kwargs)
-        query = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
-        first = 0
-        for row, prefix, new in self._chunk.spans:
-            self.observe(query[first : first + new], row, prefix + new, layer)
-            first += new
-        return self.attend_extend(query, k, v, layer, forward_batch).view(q.shape[0], -1)
-
     def attend_decode(
         self, query: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch
     ) -> torch.Tensor:
-        """[B, Hq, D] -> [B, Hq, Dv]."""
         counting = self.segments.counts()  # never while a graph is captured or replayed (compat)
         out, _ = decode(
             query,
@@ -132,7 +97,21 @@ class TritonAttentionBackend(KvcAttentionBackend):
         layer: RadixAttention,
         forward_batch: ForwardBatch,
     ) -> torch.Tensor:
-        """[t, Hq, D] -> [t, Hq, Dv]; the new keys and values are in the cache already."""
+        first = 0
+        for row, prefix, new in self._chunk.spans:
+            self.observe(query[first : first + new], row, prefix + new, layer)
+            first += new
+        return self.attend_chunk(query, k, v, layer, forward_batch)
+
+    def attend_chunk(
+        self,
+        query: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+    ) -> torch.Tensor:
+        """`attend_extend` once prompts were scored."""
         out, _ = extend(
             query,
             self.cache,

@@ -76,6 +76,7 @@ class Plan:
         if done > self.scored:
             return  # the question
         window = self._window(layer, queries)
+        self._tokens = self._tokens.to(keys.device, non_blocking=True)  # once
         context = LayerContext(
             layer=layer,
             layers=len(self._scores),
@@ -84,7 +85,7 @@ class Plan:
             values=values,
             scale=scale,
             spec=self.spec,
-            tokens=self._tokens[:done].to(keys.device),
+            tokens=self._tokens[:done],
             kept=self.segment_blocks * self._page_size,
             facts=self._facts,
             state=self.states[layer],

@@ -28,8 +28,8 @@ class ArenaKVPool(MHATokenToKVPool):
 
     Attributes
     ----------
-    arena_k, arena_v : [num_blocks, L, H, P, D] and [num_blocks, L, H, P, Dv].
-    flat_k, flat_v : the same memory by head page, [num_blocks * L * H, P, D].
+    arena_k, arena_v : [num_blocks, L, H, P, D] and [num_blocks, L, H, P, Dv]; fp8 as bytes.
+    flat_k, flat_v : the same memory by head page, [num_blocks * L * H, P, D], fp8 as such.
     segments : the compression state of every request row; set by `bind`.
     plans : by request row, prompts being prefilled that will be compressed: the radix
         cache makes them, the attention backend feeds them, the radix cache uses them up.
@@ -72,6 +72,8 @@ class ArenaKVPool(MHATokenToKVPool):
         return (self.arena_k[0].numel() + self.arena_v[0].numel()) * self.store_dtype.itemsize
 
     def _create_buffers(self) -> None:
+        if self.post_capture_active:
+            raise ValueError("sgl-kvc: SGLANG_ENABLE_POST_CAPTURE_KV_SIZING is not supported")
         blocks, rest = divmod(self.size + self.page_size, self.page_size)
         if rest:
             raise ValueError(f"pool size {self.size} is not a multiple of page size")
@@ -83,8 +85,8 @@ class ArenaKVPool(MHATokenToKVPool):
             self.arena_v = torch.zeros(
                 *shape, self.v_head_dim, dtype=self.store_dtype, device=self.device
             )
-        self.flat_k = self.arena_k.view(-1, self.page_size, self.head_dim)
-        self.flat_v = self.arena_v.view(-1, self.page_size, self.v_head_dim)
+        self.flat_k = self.arena_k.view(self.dtype).view(-1, self.page_size, self.head_dim)
+        self.flat_v = self.arena_v.view(self.dtype).view(-1, self.page_size, self.v_head_dim)
         self.k_buffer = list(self.arena_k.unbind(1))
         self.v_buffer = list(self.arena_v.unbind(1))
 
@@ -102,13 +104,15 @@ class ArenaKVPool(MHATokenToKVPool):
         store(values, loc, cache_v)
 
     def read(self, layer_id: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values at `slots` ([n]) of canonical blocks: [n, H, D] and [n, H, Dv]."""
+        """Keys and values at `slots` ([n]) of canonical blocks: [n, H, D] and [n, H, Dv].
+
+        Of an fp8 cache in float16, which holds every number of either fp8 type.
+        """
         blocks, offsets = slots // self.page_size, slots % self.page_size
         layer = layer_id - self.start_layer
-        return (
-            self.k_buffer[layer][blocks, :, offsets],
-            self.v_buffer[layer][blocks, :, offsets],
-        )
+        found = (each[layer][blocks, :, offsets] for each in (self.k_buffer, self.v_buffer))
+        keys, values = (x.view(self.dtype) for x in found)
+        return (keys.half(), values.half()) if self.dtype.itemsize == 1 else (keys, values)
 
     # What assumes one contiguous [slots, H, D] buffer per layer would read the wrong bytes.
 

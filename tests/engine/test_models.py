@@ -25,8 +25,9 @@ from tests.engine.conftest import prompt
     [
         ({"architecture": "qwen2", "kv_heads": 8}, ("--dtype", "bfloat16", "--page-size", "8")),
         ({"architecture": "qwen3", "kv_heads": 1}, ("--dtype", "float16", "--page-size", "32")),
+        ({}, ("--kv-cache-dtype", "fp8_e4m3", "--page-size", "16")),
     ],
-    ids=["qwen2 MHA bf16 page 8", "qwen3 MQA fp16 page 32"],
+    ids=["qwen2 MHA bf16 page 8", "qwen3 MQA fp16 page 32", "llama GQA fp8 page 16"],
 )
 def test_served_and_compressed(tmp_path, model, args):
     page = int(args[-1])
@@ -96,7 +97,7 @@ def test_a_plain_model_is_not_refused(tiny_llama):
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"kv_cache_dtype": "fp8_e4m3"}, "--kv-cache-dtype"),
+        ({"kv_cache_dtype": "fp4_e2m1"}, "--kv-cache-dtype fp4_e2m1"),
         ({"page_size": 4}, "--page-size"),
         ({"disable_radix_cache": True}, "--disable-radix-cache"),
         ({"pp_size": 2}, "--pp-size"),

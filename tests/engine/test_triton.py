@@ -38,10 +38,11 @@ def answers(server: Server) -> list[dict]:
 
 
 def test_triton_serves_what_torch_serves(folder):
-    with sglang(folder, "--max-total-tokens", "2048") as server:
+    """Prompts of several chunks, too."""
+    arguments = ("--max-total-tokens", "2048", "--chunked-prefill-size", "96")
+    with sglang(folder, *arguments) as server:
         expected = answers(server)
-    arguments = ("--max-total-tokens", "2048", "--kvc-decode", "triton")
-    with sglang(folder, *arguments, TRITON_INTERPRET="1") as server:
+    with sglang(folder, *arguments, "--kvc-decode", "triton", TRITON_INTERPRET="1") as server:
         got = answers(server)
         assert "attention over segment and tail runs in triton" in server.log.read_text()
     compressed = [one for one in got if one["kv_compression"]["rate_achieved"] > 1.3]
