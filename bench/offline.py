@@ -105,7 +105,8 @@ class MaskedModel:
         if self._seen is not None:
             self._seen.append(by_token)
         if self._plan is not None:
-            self._plan.observe(module.layer_idx, *by_token, scaling)
+            queries, *cached = by_token
+            self._plan.observe(module.layer_idx, queries, total, lambda: cached, scaling)
         if self._hidden is None and new == total:
             out = F.scaled_dot_product_attention(
                 query, key, value, is_causal=True, scale=scaling, enable_gqa=True

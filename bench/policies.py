@@ -55,8 +55,8 @@ def measure(args: argparse.Namespace) -> list[dict]:
 
             def score(spec=spec, plans=plans) -> None:
                 plan = Plan(spec, tokens, masked.page_size, len(seen), masked.facts)
-                for layer, (queries, keys, values) in enumerate(seen):
-                    plan.observe(layer, queries, keys, values, scale)
+                for layer, (queries, *cached) in enumerate(seen):
+                    plan.observe(layer, queries, len(tokens), lambda cached=cached: cached, scale)
                 plans[:] = [plan]
 
             times = {

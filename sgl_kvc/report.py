@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import torch
+from sgl_kvc.pool.host_copy import HostCopy
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,28 +46,27 @@ def compressed(
     return _report(policy, asked_rate, prompt_tokens, kept, before, after, block, None)
 
 
+@dataclasses.dataclass(frozen=True)
 class KeptPerHead:
-    """The least and the most that a head keeps, on its way to the host.
+    """The least and the most that a head keeps, where the host may not know yet.
 
-    Parameters
+    Attributes
     ----------
-    pages : int64 [L * H], whole pages of every head; whoever hands it in does not wait for it.
+    pages : the least and the most whole pages of a head.
     page_size, tail : tokens of a page, and those behind the pages.
     """
 
-    def __init__(self, pages: torch.Tensor, page_size: int, tail: int):
-        self._bounds, self._done = torch.stack(pages.aminmax()) * page_size + tail, None
-        if pages.is_cuda:
-            on_host = torch.empty(2, dtype=pages.dtype, pin_memory=True)
-            on_host.copy_(self._bounds, non_blocking=True)
-            self._bounds, self._done = on_host, torch.cuda.Event()
-            self._done.record()
+    pages: HostCopy
+    page_size: int
+    tail: int
 
     def bounds(self) -> dict[str, int]:
         """``min`` and ``max``; waits for them."""
-        if self._done is not None:
-            self._done.synchronize()
-        return dict(zip(("min", "max"), self._bounds.tolist(), strict=True))
+        least, most = self.pages.tolist()
+        return {
+            "min": least * self.page_size + self.tail,
+            "max": most * self.page_size + self.tail,
+        }
 
 
 def of(req) -> dict[str, Any] | None:

@@ -49,11 +49,27 @@ def causal_logits(
 
 
 def causal_attention(
-    queries: torch.Tensor, keys: torch.Tensor, scale: float, *, block: int | None = None
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    scale: float,
+    *,
+    lse: torch.Tensor | None = None,
+    block: int | None = None,
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """`causal_logits` after the softmax: zero for keys behind a query."""
+    """`causal_logits` after the softmax: zero for keys behind a query.
+
+    Parameters
+    ----------
+    lse : float32 [w, H*G], natural log-sum-exp of every query's logits, if they are known.
+    """
     for first, logits in causal_logits(queries, keys, scale, block=block):
-        yield first, logits.softmax(dim=-1)
+        if lse is None:
+            yield first, logits.softmax(dim=-1)
+            continue
+        heads, group, size = logits.shape[:3]
+        begin = first - (keys.shape[0] - queries.shape[0])
+        sums = lse[begin : begin + size].view(size, heads, group).permute(1, 2, 0)
+        yield first, logits.sub_(sums[..., None]).exp_()
 
 
 def window_attention(
@@ -64,6 +80,7 @@ def window_attention(
     *,
     group: str = "sum",
     excluded: int = 0,
+    lse: torch.Tensor | None = None,
     block: int | None = None,
 ) -> torch.Tensor:
     """Attention every key receives from the queries, summed over them and their group.
@@ -75,6 +92,8 @@ def window_attention(
     group : "sum" adds the powers of a group's heads; "mean" takes the power of their mean.
     excluded : a query does not count for the keys less than this many positions before it
         (KV-Compress, eq. 19).
+    lse : float32 [w, H*G], natural log-sum-exp of every query's logits, if attention has been
+        computed already; it saves a pass over the keys.
     block : elements of logits at a time; on a GPU there are never that many.
 
     Returns
@@ -87,10 +106,10 @@ def window_attention(
         slots = torch.arange(len(keys), dtype=torch.int32, device=keys.device)
         pages = keys[:, :, None]  # of one key each
         return gpu.window_attention(
-            queries, pages, slots, scale, power, group=group, excluded=excluded
+            queries, pages, slots, scale, power, group=group, excluded=excluded, lse=lse
         )
     scores = torch.zeros(keys.shape[1], keys.shape[0], device=keys.device)
-    for first, attention in causal_attention(queries, keys, scale, block=block):
+    for first, attention in causal_attention(queries, keys, scale, lse=lse, block=block):
         seen = attention.shape[-1]
         if excluded:
             positions = torch.arange(seen, device=keys.device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from typing import TYPE_CHECKING
 
@@ -96,13 +97,27 @@ class KvcAttentionBackend(AttentionBackend):
         query = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
         return self.attend_extend(query, k, v, layer, forward_batch).view(q.shape[0], -1)
 
-    def observe(self, query: torch.Tensor, row: int, seq_len: int, layer: RadixAttention) -> None:
-        """Let a prompt's plan see its chunk [t, Hq, D], which ends at `seq_len`, of one layer."""
+    def observe(
+        self,
+        query: torch.Tensor,
+        row: int,
+        seq_len: int,
+        layer: RadixAttention,
+        lse: torch.Tensor | None = None,
+    ) -> None:
+        """Let a prompt's plan see one layer of its chunk, which ends at `seq_len`.
+
+        Parameters
+        ----------
+        query : [t, Hq, D].
+        lse : float32 [t, Hq], if the attention kernel has told it.
+        """
         plan = self.pool.plans.get(row)
         if plan is not None:
-            keys, values = self.pool.read(layer.layer_id, self.req_to_token[row, :seq_len].long())
+            slots = self.req_to_token[row, :seq_len]
+            read = functools.partial(self.pool.read, layer.layer_id, slots)
             local = layer.layer_id - self.pool.start_layer
-            plan.observe(local, query, keys, values, layer.scaling)
+            plan.observe(local, query, seq_len, read, layer.scaling, lse)
 
     def _store(
         self,

@@ -124,7 +124,7 @@ class FlashInferAttentionBackend(TritonAttentionBackend):
         v: torch.Tensor,
         layer: RadixAttention,
         forward_batch: ForwardBatch,
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self._prefill is None:
             return super().attend_chunk(query, k, v, layer, forward_batch)
         return self._prefill.run(
@@ -134,6 +134,7 @@ class FlashInferAttentionBackend(TritonAttentionBackend):
             v.view(-1, layer.tp_v_head_num, layer.v_head_dim),
             self.cache.arena_k,
             self.cache.arena_v,
+            bool(self._chunk.spans),
         )
 
     def _bytes(self) -> torch.Tensor:

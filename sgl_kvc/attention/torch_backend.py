@@ -104,12 +104,12 @@ class TorchAttentionBackend(KvcAttentionBackend):
         """Attention of one request's new tokens, the last of its `seq_len`."""
         if self.segments.begin(row) is not None:
             return self._extend_compressed(query, row, seq_len, layer)
-        slots = self.req_to_token[row, :seq_len].long()
+        slots = self.req_to_token[row, :seq_len]
         keys, values = self.pool.read(layer.layer_id, slots)
         plan = self.pool.plans.get(row)
         if plan is not None:
             local = layer.layer_id - self.pool.start_layer
-            plan.observe(local, query, keys, values, layer.scaling)
+            plan.observe(local, query, seq_len, lambda: (keys, values), layer.scaling)
         return extend(query, keys, values, layer.scaling)
 
     def _extend_compressed(
@@ -126,7 +126,7 @@ class TorchAttentionBackend(KvcAttentionBackend):
         first = local * heads
         bounds = self.segments.page_start[row, first : first + heads + 1].tolist()
         pages = [run[a:b] for a, b in itertools.pairwise(bounds)]
-        tail = self.req_to_token[row, end:seq_len].long()
+        tail = self.req_to_token[row, end:seq_len]
         tail_keys, tail_values = self.pool.read(layer.layer_id, tail)
         return extend_compressed(
             query,

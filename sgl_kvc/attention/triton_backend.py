@@ -97,11 +97,13 @@ class TritonAttentionBackend(KvcAttentionBackend):
         layer: RadixAttention,
         forward_batch: ForwardBatch,
     ) -> torch.Tensor:
+        out, lse = self.attend_chunk(query, k, v, layer, forward_batch)
         first = 0
         for row, prefix, new in self._chunk.spans:
-            self.observe(query[first : first + new], row, prefix + new, layer)
+            mine = slice(first, first + new)
+            self.observe(query[mine], row, prefix + new, layer, lse[mine])
             first += new
-        return self.attend_chunk(query, k, v, layer, forward_batch)
+        return out
 
     def attend_chunk(
         self,
@@ -110,9 +112,12 @@ class TritonAttentionBackend(KvcAttentionBackend):
         v: torch.Tensor,
         layer: RadixAttention,
         forward_batch: ForwardBatch,
-    ) -> torch.Tensor:
-        """`attend_extend` once prompts were scored."""
-        out, _ = extend(
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """As `attend_extend`, but nothing is scored: [t, Hq, Dv], and the natural log-sum-exp.
+
+        The latter float32 [t, Hq]; None is allowed where no prompt is scored.
+        """
+        return extend(
             query,
             self.cache,
             layer.layer_id - self.pool.start_layer,
@@ -122,4 +127,3 @@ class TritonAttentionBackend(KvcAttentionBackend):
             self._chunk.most_new,
             layer.scaling,
         )
-        return out

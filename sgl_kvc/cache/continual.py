@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from kvc_kernels.compact import move
-from kvc_kernels.pages import Rows, head_pages
 
 from sgl_kvc.policy.selection import Selection, select
 from sgl_kvc.spec import CompressionSpec
@@ -53,7 +52,7 @@ def recompress(cache: CompressingRadixCache, req, spec: CompressionSpec) -> bool
     Returns
     -------
     done : False when it is too early, or when there are no free blocks to compress into; there
-        may be at a later step. This waits for the device: how many pages heads hold is known there.
+        may be at a later step.
     """
     pool, row, page = cache.pool, req.req_pool_idx, cache.page_size
     length, segments = req.kv_committed_len, pool.segments
@@ -69,8 +68,8 @@ def recompress(cache: CompressingRadixCache, req, spec: CompressionSpec) -> bool
     old, new_begin = slots[begin:end].clone(), end - blocks * page
     with cache.behind_forward(segment):
         held, first = _held_pages(pool, cache.req_to_token_pool.req_to_token, row, end)
-        scores = pool.metric.flatten(0, 2)[held]
-        scores[torch.arange(held.shape[1], device=held.device) < first[:, None]] = -torch.inf
+        before = torch.arange(held.shape[1], device=held.device) < first[:, None]
+        scores = pool.metric.flatten(0, 2)[held].masked_fill_(before[..., None], -torch.inf)
         selection = select(
             scores.view(pool.layer_num, pool.head_num, -1),
             spec,
@@ -108,27 +107,27 @@ def _held_pages(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The full pages of every head of a row up to `end`, at the end of a rectangle.
 
+    By the addressing rule of `kvc_kernels.pages`, without asking the device.
+
     Returns
     -------
     pages : int64 [L * H, C], page ids in the arena's flat view; 0 before `first`.
     first : int64 [L * H], where each head's pages begin.
     """
-    segments, device = pool.segments, pool.arena_k.device
-    index = torch.tensor([row], device=device)
-    rows = Rows(
-        req_to_token,
-        index,
-        torch.tensor([end], device=device),
-        segments.segment_begin[index],
-        segments.tail_begin[index],
-        segments.page_start[index],
+    segments, page = pool.segments, pool.page_size
+    begin, tail = segments.begin(row) or 0, segments.tail(row)
+    tail_blocks = (end - tail) // page
+    pages, start = segments.pages(row), segments.page_start[row]
+    most = pages.tolist()[1] if pages else 0  # there since the step that compressed
+    in_segment, per_block = start.diff(), len(start) - 1
+    first = most - in_segment
+    nth = torch.arange(most + tail_blocks, device=start.device) - first[:, None]
+    in_tail = nth - in_segment[:, None]
+    segment_page = start[:-1, None] + nth
+    position = torch.where(
+        in_tail < 0, begin + segment_page // per_block * page, tail + in_tail * page
     )
-    by_layer = head_pages(rows, pool.layer_num, pool.head_num, pool.page_size)
-    count = torch.cat([pages.count for pages in by_layer])
-    most = int(count.max())
-    first = most - count
-    held = torch.zeros((len(count), most), dtype=torch.int64, device=device)
-    held[torch.arange(most, device=device) >= first[:, None]] = torch.cat(
-        [pages.page for pages in by_layer]
-    )
-    return held, first
+    head = torch.arange(per_block, device=start.device)[:, None]
+    index = torch.where(in_tail < 0, segment_page % per_block, head)
+    block = req_to_token[row][position.clamp(min=0)].long() // page
+    return torch.where(nth >= 0, block * per_block + index, 0), first

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -53,7 +54,7 @@ class Plan:
         self._scorer, self._apportioner = scorer(spec), apportioner(spec)
         self._scores: list[torch.Tensor | None] = [None] * layers
         self._statistics: list[torch.Tensor | None] = [None] * layers
-        self._queries: dict[int, torch.Tensor] = {}
+        self._windows: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
         self.states: list[Any] = states or [None] * layers
         self._observe = None if states else self._scorer.observe
 
@@ -61,21 +62,31 @@ class Plan:
         self,
         layer: int,
         queries: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        done: int,
+        read: Callable[[], tuple[torch.Tensor, torch.Tensor]],
         scale: float,
+        lse: torch.Tensor | None = None,
     ) -> None:
         """Look at one layer of a chunk; after the last one the layer is scored.
 
         Parameters
         ----------
         queries : [t, H*G, D], the chunk's.
-        keys, values : [m, H, D] and [m, H, Dv], all up to the chunk's end.
+        done : tokens up to the chunk's end.
+        read : gives their keys [done, H, D] and values [done, H, Dv]. Not called for a chunk
+            whose queries need only be remembered, or a long prompt would be read once a chunk.
+        scale : factor on the logits.
+        lse : float32 [t, H*G], natural log-sum-exp of every query's logits, if known.
         """
-        done = keys.shape[0]
         if done > self.scored:
             return  # the question
-        window = self._window(layer, queries)
+        window, window_lse = self._window(layer, queries, lse)
+        if done < self.scored:
+            known = None if window_lse is None else window_lse.clone()
+            self._windows[layer] = window.clone(), known  # not views of the whole chunk
+            if self._observe is None:
+                return
+        keys, values = read()
         self._tokens = self._tokens.to(keys.device, non_blocking=True)  # once
         context = LayerContext(
             layer=layer,
@@ -89,17 +100,19 @@ class Plan:
             kept=self.segment_blocks * self._page_size,
             facts=self._facts,
             state=self.states[layer],
+            lse=lse,
         )
         if self._observe is not None:
             self.states[layer] = self._observe(context)
         if done < self.scored:
-            self._queries[layer] = window.clone()
             return
-        context = dataclasses.replace(context, queries=window, state=self.states[layer])
+        context = dataclasses.replace(
+            context, queries=window, lse=window_lse, state=self.states[layer]
+        )
         self._scores[layer] = self._scorer.run(context)
         if self._apportioner.observe is not None:
             self._statistics[layer] = self._apportioner.observe(context)
-        self._queries.pop(layer, None)
+        self._windows.pop(layer, None)
 
     def scores(self) -> torch.Tensor:
         """float32 [L, H, scored]. Raises RuntimeError while a layer is missing."""
@@ -120,8 +133,14 @@ class Plan:
             facts=self._facts,
         )
 
-    def _window(self, layer: int, queries: torch.Tensor) -> torch.Tensor:
-        earlier = self._queries.get(layer)
-        if earlier is not None:
+    def _window(
+        self, layer: int, queries: torch.Tensor, lse: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """The last queries up to here, and their log-sum-exp if all are known."""
+        last = slice(-self.spec.window, None)
+        if layer in self._windows:
+            earlier, earlier_lse = self._windows[layer]
             queries = torch.cat([earlier, queries])
-        return queries[-self.spec.window :]
+            both = lse is not None and earlier_lse is not None
+            lse = torch.cat([earlier_lse, lse]) if both else None
+        return queries[last], None if lse is None else lse[last]

@@ -251,7 +251,8 @@ class CompressingRadixCache(RadixCache):
             slots[begin : plan.tail_begin] = segment.to(slots.dtype)
             self.pool.segments.set(row, begin, plan.tail_begin, selection.pages)
             tail_tokens = plan.prompt_tokens - plan.tail_begin
-            req.kvc_kept = report.KeptPerHead(selection.pages, self.page_size, tail_tokens)
+            pages = self.pool.segments.pages(row)
+            req.kvc_kept = report.KeptPerHead(pages, self.page_size, tail_tokens)
         self.dec_lock_ref(req.last_node)
         self._released = True
         req.last_node = self.root_node

@@ -19,10 +19,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from kvc_kernels.score import causal_attention, window_attention
 
 from sgl_kvc.policy.catalog import methods
 from sgl_kvc.spec import CompressionSpec
@@ -71,6 +72,8 @@ class LayerContext:
     kept : KVs a head keeps on average.
     facts : about the model.
     state : what ``observe`` returned for the chunk before; None for the first.
+    lse : float32 [w, H*G], natural log-sum-exp of every query's logits, where the attention
+        kernel has told it.
     """
 
     layer: int
@@ -84,6 +87,17 @@ class LayerContext:
     kept: int
     facts: ModelFacts = ModelFacts()
     state: Any = None
+    lse: torch.Tensor | None = None
+
+    def window_attention(self, power: int = 1, **how: Any) -> torch.Tensor:
+        """float32 [H, n], attention every key gets (`kvc_kernels.score.window_attention`)."""
+        return window_attention(
+            self.queries, self.keys, self.scale, power, lse=self.lse, **how
+        )
+
+    def causal_attention(self) -> Iterator[tuple[int, torch.Tensor]]:
+        """Attention itself, in blocks of queries (`kvc_kernels.score.causal_attention`)."""
+        return causal_attention(self.queries, self.keys, self.scale, lse=self.lse)
 
 
 @dataclasses.dataclass(frozen=True)

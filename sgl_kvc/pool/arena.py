@@ -108,7 +108,7 @@ class ArenaKVPool(MHATokenToKVPool):
 
         Of an fp8 cache in float16, which holds every number of either fp8 type.
         """
-        blocks, offsets = slots // self.page_size, slots % self.page_size
+        blocks, offsets = slots.long() // self.page_size, slots.long() % self.page_size
         layer = layer_id - self.start_layer
         found = (each[layer][blocks, :, offsets] for each in (self.k_buffer, self.v_buffer))
         keys, values = (x.view(self.dtype) for x in found)

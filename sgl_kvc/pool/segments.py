@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import torch
 
+from sgl_kvc.pool.host_copy import HostCopy
+
 
 class SegmentTable:
     """Segment state of every request row.
@@ -32,6 +34,7 @@ class SegmentTable:
         # Host copies, so that nothing has to ask the device.
         self._begin: dict[int, int] = {}  # segment_begin of compressed rows
         self._tail: dict[int, int] = {}  # tail_begin of compressed rows
+        self._pages: dict[int, HostCopy] = {}  # least and most pages of a head, of compressed rows
         self._counted: set[int] = set()
 
     def set(self, row: int, segment_begin: int, tail_begin: int, pages: torch.Tensor) -> None:
@@ -47,6 +50,7 @@ class SegmentTable:
         self.page_start[row, 1:] = pages.cumsum(0)
         self._begin[row] = segment_begin
         self._tail[row] = tail_begin
+        self._pages[row] = HostCopy(torch.stack(pages.aminmax()))
 
     def count(self, row: int) -> None:
         """Have decode add to the metric of `row`'s KVs until it is cleared."""
@@ -61,6 +65,10 @@ class SegmentTable:
         """S of a row, 0 of an uncompressed one; without asking the device."""
         return self._tail.get(row, 0)
 
+    def pages(self, row: int) -> HostCopy | None:
+        """The least and the most pages of a head, None of an uncompressed row."""
+        return self._pages.get(row)
+
     def begin(self, row: int) -> int | None:
         """F of a compressed row, None for an uncompressed one; without asking the device."""
         return self._begin.get(row)
@@ -71,6 +79,7 @@ class SegmentTable:
             self._counted.discard(row)
             self.counted[row] = False
         self._tail.pop(row, None)
+        self._pages.pop(row, None)
         if self._begin.pop(row, None) is not None:
             self.segment_begin[row] = 0
             self.tail_begin[row] = 0
@@ -82,7 +91,7 @@ class SegmentTable:
         self.tail_begin.zero_()
         self.page_start.zero_()
         self.counted.zero_()
-        for state in (self._begin, self._tail, self._counted):
+        for state in (self._begin, self._tail, self._pages, self._counted):
             state.clear()
 
     def check_integrity(self, page_size: int) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 from kvc_kernels.score import (
@@ -33,6 +35,18 @@ def test_window_attention(block, excluded, group, how, window, tokens):
         got = window_attention(queries, keys, 0.25, power, block=block, **options)
         expected = window_attention_reference(queries, keys, 0.25, power, **options)
         torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("block", [1, 500, None])
+def test_the_log_sum_exp_may_be_given(block):
+    queries, keys = _drawn(9, 20, 3)
+    every = [logits for _, logits in causal_logits(queries, keys, 0.25)]
+    lse = torch.cat(every, dim=2).logsumexp(-1).permute(2, 0, 1).flatten(1)  # [w, H*G]
+    options = {"power": 2, "group": "mean", "block": block}
+    expected = window_attention(queries, keys, 0.25, **options)
+    torch.testing.assert_close(window_attention(queries, keys, 0.25, lse=lse, **options), expected)
+    double = window_attention(queries, keys, 0.25, lse=lse - math.log(2), **options)
+    torch.testing.assert_close(double, 4 * expected)
 
 
 @pytest.mark.parametrize("block", [1, 500, 1 << 19])

@@ -25,8 +25,10 @@ from sglang.srt.server_args import ServerArgs, set_global_server_args_for_schedu
 from sgl_kvc.cache.radix import CompressingRadixCache, spec_of
 from sgl_kvc.platform.allocator import TorchPagedAllocator
 from sgl_kvc.pool.arena import ArenaKVPool
+from sgl_kvc.pool.host_copy import HostCopy
 from sgl_kvc.report import of as report_of
 from tests import tiny_models
+from tests.waits import waiting_fails
 
 LAYERS, HEADS, GROUP, DIM, PAGE = 2, 3, 2, 4, 4
 TOKENS = 40 * PAGE
@@ -67,8 +69,18 @@ def kv(tokens: list[int]) -> torch.Tensor:
     return torch.tensor(prints, dtype=torch.float32).view(-1, 1, 1, 1) + index / 64
 
 
+class UnwaitingCache(CompressingRadixCache):
+    """Fails where compression would wait for the device; see `waiting_fails`."""
+
+    @contextlib.contextmanager
+    def behind_forward(self, *used):
+        with super().behind_forward(*used), waiting_fails(self.pool.arena_k.is_cuda):
+            yield
+
+
 class Lives(RuleBasedStateMachine):
     device = "cpu"
+    cache_class = CompressingRadixCache
 
     def forward(self) -> contextlib.AbstractContextManager:
         """Around what a forward does to the pool."""
@@ -91,7 +103,7 @@ class Lives(RuleBasedStateMachine):
         self.allocator = TorchPagedAllocator(
             TOKENS, PAGE, torch.float32, self.device, self.pool, need_sort=False
         )
-        self.cache = CompressingRadixCache(
+        self.cache = self.cache_class(
             CacheInitParams(
                 disable=False,
                 req_to_token_pool=self.requests,
@@ -331,8 +343,9 @@ class Lives(RuleBasedStateMachine):
             plan = self.cache.plans.get(req.req_pool_idx)
             for layer in range(LAYERS) if plan is not None else ():
                 queries = torch.randn(end - begin, HEADS * GROUP, DIM)
-                keys, values = self.pool.read(layer, row[:end].long())
-                plan.observe(layer, queries, keys / 8191, values, 1.0)
+                keys, values = self.pool.read(layer, row[:end])
+                cached = keys / 8191, values
+                plan.observe(layer, queries, end, lambda cached=cached: cached, 1.0)
         return True
 
     def _write(self, tokens: list[int], slots: torch.Tensor, begin: int) -> None:
@@ -361,6 +374,7 @@ class LivesOnGPU(Lives):
     """
 
     device = "cuda"
+    cache_class = UnwaitingCache
 
     @contextlib.contextmanager
     def forward(self):
@@ -413,5 +427,39 @@ def test_compressed_as_soon_as_there_is_room(while_the_question_is_read):
     assert req.kvc_report["skipped"] is None
     assert req.kvc_report["decode"]["recompressed"] >= 1
     lives.accounting()
+    lives.contents()
+    lives.teardown()
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {},
+        {"policy": "snapkv"},
+        {"policy": "ada-kv"},
+        {"policy": "pyramidkv"},
+        {"policy": "cake"},
+        {"recompress_every": 8},
+        {"recompress_every": 8, "policy": "snapkv"},
+    ],
+    ids=lambda more: " ".join(map(str, more.values())) or "kv-compress",
+)
+def test_compression_does_not_wait_for_the_device(more, monkeypatch):
+    """On a CPU with the kernels of a GPU, in Triton's interpreter; on a GPU, `LivesOnGPU` too."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    numbers = torch.Tensor.tolist  # which no dispatch mode sees
+    monkeypatch.setattr(HostCopy, "tolist", lambda self: numbers(self._tensor))
+    lives = LivesOnGPU() if torch.cuda.is_available() else Lives()
+    lives.cache_class = UnwaitingCache
+    lives.build()
+    knob = {"rate": 3, "min_tokens": 0} | more
+    lives.start(family=0, shared=60, own=0, knob=knob, chunk=0, keep=True)
+    monkeypatch.setattr(torch.Tensor, "tolist", None)
+    lives.decode(which=0, steps=20)
+    monkeypatch.undo()
+    report = lives.live[0].kvc_report
+    assert report["rate_achieved"] == pytest.approx(3, rel=0.2)
+    if "recompress_every" in more:
+        assert report["decode"]["recompressed"] >= 2
     lives.contents()
     lives.teardown()

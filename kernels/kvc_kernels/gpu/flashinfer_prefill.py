@@ -123,8 +123,8 @@ class PrefillPlan:
         values: torch.Tensor,
         arena_k: torch.Tensor,
         arena_v: torch.Tensor,
-        return_lse: bool = False,
-    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        with_lse: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Attention of one layer's new tokens.
 
         Parameters
@@ -137,19 +137,19 @@ class PrefillPlan:
         Returns
         -------
         out : [n, H*G, D].
-        lse : float32 [n, H*G], natural, if `return_lse`; a scorer wants those of the last tokens.
+        lse : float32 [n, H*G], natural, for scorers; None unless `with_lse`.
         """
         import flashinfer
 
-        if not (self._any_prefix or return_lse):
-            return self._new.run(query, keys, values)
+        if not (self._any_prefix or with_lse):
+            return self._new.run(query, keys, values), None
         out, lse = self._new.run(query, keys, values, return_lse=True)
         if self._any_prefix:
             # Views with the arena's strides: [num_blocks, H, P, D] of this layer.
             of_layer = arena_k[:, layer], arena_v[:, layer]
             before, before_lse = self._prefix.run(query, of_layer, return_lse=True)
             out, lse = flashinfer.merge_state(out, lse, before, before_lse)
-        return (out, natural(lse)) if return_lse else out
+        return out, natural(lse) if with_lse else None
 
 
 def natural(lse: torch.Tensor) -> torch.Tensor:

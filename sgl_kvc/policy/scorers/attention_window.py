@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from kvc_kernels.score import pool_neighbours, window_attention
+from kvc_kernels.score import pool_neighbours
 
 from sgl_kvc.policy.base import LayerContext
 
@@ -36,7 +36,7 @@ def score(
     """
     del window  # the context holds no other queries
     power = 2 if norm == "l2" else 1
-    scores = window_attention(context.queries, context.keys, context.scale, power, group=group)
+    scores = context.window_attention(power, group=group)
     before = scores.shape[1] - context.queries.shape[0]
     scores[:, :before] = pool_neighbours(scores[:, :before], pool, pooling)
     return scores

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from kvc_kernels.score import causal_attention, pool_neighbours, put_last_first
+from kvc_kernels.score import pool_neighbours, put_last_first
 
 from sgl_kvc.policy.base import LayerContext
 
@@ -33,7 +33,7 @@ def score(
     # In float64: a variance from sums loses what float32 has left of small attention.
     total = torch.zeros(heads, query_heads // heads, n, device=context.keys.device).double()
     squares = torch.zeros_like(total)
-    for _, attention in causal_attention(context.queries, context.keys, context.scale):
+    for _, attention in context.causal_attention():
         seen = attention.shape[-1]
         total[..., :seen] += attention.sum(dim=2)
         squares[..., :seen] += attention.double().square().sum(dim=2)

@@ -8,7 +8,6 @@ from kvc_kernels.score import (
     projected_norm,
     put_first,
     put_last_first,
-    window_attention,
 )
 
 from sgl_kvc.policy.base import LayerContext
@@ -46,7 +45,7 @@ def score(
     """
     del window
     own, group = context.queries.shape[0], context.queries.shape[1] // context.keys.shape[1]
-    attention = window_attention(context.queries, context.keys, context.scale) / (own * group)
+    attention = context.window_attention() / (own * group)
     before = attention.shape[1] - own
     attention[:, :before] = pool_neighbours(attention[:, :before], pool, pooling)
     count = min(int(first_stage * context.kept), attention.shape[1])

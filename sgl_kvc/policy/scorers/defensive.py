@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from kvc_kernels.score import causal_attention, pool_neighbours, projected_norm, put_first
+from kvc_kernels.score import pool_neighbours, projected_norm, put_first
 
 from sgl_kvc.policy.base import LayerContext
 
@@ -38,7 +38,7 @@ def score(
     n, before = context.keys.shape[0], context.keys.shape[0] - context.queries.shape[0]
     worst = torch.zeros(heads, before, device=context.keys.device)
     mean = torch.zeros_like(worst)
-    for _, attention in causal_attention(context.queries, context.keys, context.scale):
+    for _, attention in context.causal_attention():
         attention = attention[..., :before]
         pooled = pool_neighbours(attention.flatten(0, 2), pool, pooling).view_as(attention)
         mass = attention.sum(dim=-1, keepdim=True)

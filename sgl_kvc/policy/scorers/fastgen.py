@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from kvc_kernels.score import causal_attention, put_first, window_attention
+from kvc_kernels.score import put_first
 
 from sgl_kvc.policy.base import LayerContext
 
@@ -39,7 +39,7 @@ def score(
     del window
     n, heads = context.keys.shape[:2]
     device, own = context.keys.device, context.queries.shape[1] // heads * context.queries.shape[0]
-    mean = window_attention(context.queries, context.keys, context.scale) / own
+    mean = context.window_attention() / own
     facts = context.facts
     special = torch.isin(context.tokens, facts.special_tokens.to(device)).expand(heads, n)
     marks = special | torch.isin(context.tokens, facts.punctuation.to(device))
@@ -47,7 +47,7 @@ def score(
     common = marks.scatter(1, hitters, True)
     positions, reach = torch.arange(n, device=device), int(local * n)
     near = torch.zeros(heads, device=device)
-    for first, attention in causal_attention(context.queries, context.keys, context.scale):
+    for first, attention in context.causal_attention():
         size, seen = attention.shape[2:]
         query = torch.arange(first, first + size, device=device)[:, None]
         close = positions[:seen] > query - reach

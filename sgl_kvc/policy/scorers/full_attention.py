@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from kvc_kernels.score import put_last_first, window_attention
+from kvc_kernels.score import put_last_first
 
 from sgl_kvc.policy.base import LayerContext
 
@@ -22,7 +22,7 @@ def observe(
     """float32 [H, n], the sums so far."""
     del average, recent_share
     power = 2 if norm == "l2" else 1
-    sums = window_attention(context.queries, context.keys, context.scale, power, excluded=excluded)
+    sums = context.window_attention(power, excluded=excluded)
     if context.state is not None:
         sums[:, : context.state.shape[1]] += context.state
     return sums

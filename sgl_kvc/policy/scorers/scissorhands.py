@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from kvc_kernels.score import causal_attention
 
 from sgl_kvc.policy.base import LayerContext
 
@@ -24,7 +23,7 @@ def score(context: LayerContext, window: int) -> torch.Tensor:
     n, heads = context.keys.shape[:2]
     low = torch.zeros(heads, n, device=context.keys.device)
     mean = torch.zeros_like(low)
-    for first, attention in causal_attention(context.queries, context.keys, context.scale):
+    for first, attention in context.causal_attention():
         size, seen = attention.shape[2:]
         position = torch.arange(first, first + size, device=low.device)[:, None]
         visible = torch.arange(seen, device=low.device) <= position

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from kvc_kernels.score import window_attention
 
 from sgl_kvc.policy.base import LayerContext
 
@@ -12,5 +11,5 @@ SOURCE = "TOVA, arXiv 2401.06104: Token Omission Via Attention, one ranking per 
 
 def score(context: LayerContext) -> torch.Tensor:
     """The last query's attention, averaged over the layer's query heads."""
-    attention = window_attention(context.queries[-1:], context.keys, context.scale, group="mean")
+    attention = context.window_attention(group="mean")
     return attention.mean(dim=0).expand_as(attention)

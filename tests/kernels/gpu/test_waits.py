@@ -1,0 +1,54 @@
+"""No launcher of a decode step or of a compression waits for the device."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from kvc_kernels.gpu.compact import compact, move
+from kvc_kernels.gpu.decode import decode
+from kvc_kernels.gpu.extend import extend
+from kvc_kernels.gpu.score import window_attention
+from kvc_kernels.gpu.select import kept_positions, rank_pages
+from kvc_kernels.gpu.store import store
+from kvc_kernels.gpu.tables import block_table
+
+from tests.kernels.gpu.test_attention import HEADS, LAYERS, cached, drawn
+from tests.waits import Waits, waiting_fails
+
+
+def test_launchers(device):
+    batch = drawn("mixed")
+    cache = cached(batch, device)
+    request, seq_len = (x.to(device) for x in (batch.rows.request, batch.rows.seq_len))
+    query = torch.randn(len(request), HEADS * 2, 16, device=device)
+    start = torch.arange(len(request) + 1, device=device)
+    metric = torch.zeros(cache.arena_k.shape[:-1], device=device)
+    counted = torch.ones(len(request), dtype=torch.bool, device=device)
+    slots = torch.arange(8, 32, device=device)
+    pages = torch.ones(LAYERS * HEADS, dtype=torch.int64, device=device)
+    target = torch.tensor([1], device=device)
+    layer_k, layer_v = cache.arena_k[:, 0], cache.arena_v[:, 0]
+    for attempt in ("compiles, which may wait", "does not"):
+        with waiting_fails(query.is_cuda and attempt == "does not"):
+            decode(query, cache, 0, request, seq_len, 1.0, metric=metric, counted=counted)
+            extend(query, cache, 0, request, seq_len, start, 1, 1.0)
+            block_table(cache, 0, request, seq_len, 64)
+            store(layer_k, layer_v, slots, *torch.zeros(2, len(slots), HEADS, 16, device=device))
+            scores = window_attention(query[:2], layer_k, slots, 1.0).repeat(LAYERS, 1)
+            kept = kept_positions(scores, rank_pages(scores, 8), pages, 8, len(pages))
+            compact(cache.arena_k, cache.arena_v, slots, kept, pages, target)
+            move(metric, torch.zeros_like(kept), kept % 8, target)
+
+
+def test_what_would_wait_is_seen():
+    numbers = torch.arange(4)
+    for waits in (
+        lambda: int(numbers.sum()),
+        lambda: numbers[numbers > 1],
+        lambda: numbers.nonzero(),
+        lambda: numbers.unique(),
+        lambda: torch.repeat_interleave(numbers, numbers),
+        lambda: bool(numbers.any()),
+    ):
+        with pytest.raises(AssertionError, match="waits"), Waits():
+            waits()
