@@ -11,11 +11,12 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
 import httpx
-from kvc_server.process import die_with_parent, free_port
+from kvc_server.process import die_with_parent, reserved_port
 
 START_TIMEOUT_S = 180
 #: SGLang's own checks of its memory accounting, after every batch.
@@ -71,19 +72,26 @@ def popen(model: Path | str, port: int, log: Path, *args: str, **env: str) -> su
         )
 
 
-@contextlib.contextmanager
-def sglang(model: Path | str, *args: str, backend: str = "kvc", **env: str) -> Iterator[Server]:
-    """An SGLang server with SGLang's own memory checks on, killed on exit."""
-    port = free_port()
-    log = Path(tempfile.mkstemp(prefix="sglang-", suffix=".log")[1])
+def sglang(
+    model: Path | str, *args: str, backend: str = "kvc", **env: str
+) -> AbstractContextManager[Server]:
+    """`launched` with an attention backend, and SGLang's own memory checks on."""
     env = dict.fromkeys(STRICT, "1") | env
-    process = popen(model, port, log, "--attention-backend", backend, *args, **env)
-    server = Server(process, f"http://127.0.0.1:{port}", log)
-    try:
-        wait_until_ready(server)
-        yield server
-    finally:
-        kill(process)
+    return launched(model, "--attention-backend", backend, *args, **env)
+
+
+@contextlib.contextmanager
+def launched(model: Path | str, *args: str, **env: str) -> Iterator[Server]:
+    """An SGLang server that is ready, killed on exit."""
+    log = Path(tempfile.mkstemp(prefix="sglang-", suffix=".log")[1])
+    with reserved_port() as port:
+        process = popen(model, port, log, *args, **env)
+        server = Server(process, f"http://127.0.0.1:{port}", log)
+        try:
+            wait_until_ready(server)
+            yield server
+        finally:
+            kill(process)
 
 
 def wait_until_ready(server: Server, path: str = "/health") -> None:

@@ -22,6 +22,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from random import Random
 
@@ -174,12 +175,9 @@ class Bench:
                 asyncio.run(measure(server, load, rate))
         return server
 
-    @contextlib.contextmanager
-    def _server(self, pool: int, ours: bool) -> Iterator:
+    def _server(self, pool: int, ours: bool) -> AbstractContextManager:
         """SGLang on the dummy model, as it comes or with the plugin; killed on exit."""
-        from kvc_server.process import free_port
-
-        from bench.serving import STRICT, Server, kill, popen, wait_until_ready
+        from bench.serving import STRICT, launched
 
         arguments = ["--load-format", "dummy", "--skip-tokenizer-init"]
         arguments += ["--decode-log-interval", "1", "--incremental-streaming-output"]
@@ -195,15 +193,7 @@ class Bench:
             env["SGLANG_PLUGINS"] = "none"
         if on_cpu:
             env["TRITON_INTERPRET"] = "0"
-        log = Path(tempfile.mkstemp(prefix="sglang-", suffix=".log")[1])
-        port = free_port()
-        process = popen(self._model, port, log, *arguments, **env)
-        server = Server(process, f"http://127.0.0.1:{port}", log)
-        try:
-            wait_until_ready(server)
-            yield server
-        finally:
-            kill(process)
+        return launched(self._model, *arguments, **env)
 
 
 def source_tree(folder: Path) -> dict[str, str]:

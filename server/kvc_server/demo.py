@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import os
-import signal
 import subprocess
 import sys
 import textwrap
@@ -21,7 +19,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from kvc_server.process import free_port
+from kvc_server.process import reserved_port, terminate
 from kvc_server.settings import SettingsError
 
 RATES = (1, 4, 8, 16, 32)
@@ -144,23 +142,18 @@ def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
 @contextmanager
 def _server(worker_args: tuple[str, ...], verbose: bool) -> Iterator[str]:
     """`sgl-kvc serve` on a free port, stopped afterwards. Raises DemoFailed."""
-    port = free_port()
-    command = [sys.executable, "-m", "kvc_server.cli", "serve", "--port", str(port)]
-    command += ["--log-level", "info" if verbose else "warning"]
-    command += ["--", *worker_args]
     output = None if verbose else subprocess.DEVNULL
-    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=output, env=os.environ)
-    url = f"http://127.0.0.1:{port}"
-    try:
-        _wait_ready(server, url)
-        yield url
-    finally:
-        server.send_signal(signal.SIGTERM)
+    with reserved_port() as port:
+        command = [sys.executable, "-m", "kvc_server.cli", "serve", "--port", str(port)]
+        command += ["--log-level", "info" if verbose else "warning"]
+        command += ["--", *worker_args]
+        server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=output)
+        url = f"http://127.0.0.1:{port}"
         try:
-            server.wait(_STOP_WITHIN_S)
-        except subprocess.TimeoutExpired:
-            server.kill()
-            server.wait()
+            _wait_ready(server, url)
+            yield url
+        finally:
+            terminate(server, _STOP_WITHIN_S)
 
 
 def _wait_ready(server: subprocess.Popen[bytes], url: str) -> None:

@@ -9,9 +9,10 @@ import ctypes
 import os
 import signal
 import socket
+import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import psutil
 
@@ -21,11 +22,31 @@ _ENGINE_PREFIX = "sglang::"  # SGLang names its schedulers and detokenizers so
 _LOOK_INTERVAL_S = 0.25
 
 
-def free_port() -> int:
-    """A loopback TCP port that nobody listens on right now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+@contextlib.contextmanager
+def reserved_port() -> Iterator[int]:
+    """A loopback TCP port for a server that the caller starts.
+
+    It stays bound here until the context ends, so nobody else is given it while that server
+    starts. On Linux the server can bind it all the same: both ask for SO_REUSEADDR, and only one
+    of them listens.
+    """
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        holder.bind(("127.0.0.1", 0))
+        port = holder.getsockname()[1]
+        if not sys.platform.startswith("linux"):
+            holder.close()
+        yield port
+
+
+def terminate(process: subprocess.Popen, within_s: float) -> None:
+    """Ask a process to end, and kill it if it has not `within_s` seconds later."""
+    process.send_signal(signal.SIGTERM)
+    try:
+        process.wait(within_s)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 class WorkerProcess:

@@ -14,7 +14,7 @@ import httpx
 
 from kvc_server.errors import ApiError, worker_down
 from kvc_server.metrics import Metrics
-from kvc_server.process import WorkerProcess, free_port
+from kvc_server.process import WorkerProcess, reserved_port
 from kvc_server.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -143,7 +143,8 @@ class LocalWorker:
         failures = 0
         try:
             while True:
-                lived = await self._run_once()
+                with reserved_port() as port:
+                    lived = await self._run_once(port)
                 failures = 0 if lived > STABLE_AFTER_S else failures + 1
                 delay = 0.0 if failures <= 1 else min(2.0 ** (failures - 2), LONGEST_BACKOFF_S)
                 log.warning("starting the worker again in %g s", delay)
@@ -155,9 +156,8 @@ class LocalWorker:
             else:
                 self._first_ready.set_exception(error)
 
-    async def _run_once(self) -> float:
+    async def _run_once(self, port: int) -> float:
         """One life of the worker; seconds for which it served. Leaves no process behind."""
-        port = free_port()
         url = f"http://127.0.0.1:{port}"
         self._process = process = await WorkerProcess.start(self.command(port))
         try:

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from kvc_server.process import free_port
+from kvc_server.process import reserved_port
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.server_args import ServerArgs
 
@@ -121,11 +121,12 @@ def copy_with(args: ServerArgs, options: dict) -> ServerArgs:
 def test_a_refused_server_stops_and_says_why(tmp_path):
     folder = _edit(tiny_models.write(tmp_path / "model"), **MLA)
     log = tmp_path / "log"
-    process = popen(folder, free_port(), log, "--attention-backend", "kvc")
-    try:
-        assert process.wait(START_TIMEOUT_S) != 0
-    finally:
-        kill(process)
+    with reserved_port() as port:
+        process = popen(folder, port, log, "--attention-backend", "kvc")
+        try:
+            assert process.wait(START_TIMEOUT_S) != 0
+        finally:
+            kill(process)
     said = [line for line in log.read_text().splitlines() if "sgl-kvc cannot serve" in line]
     assert said, log.read_text()[-3000:]
     assert "multi-head latent attention (MLA) is not supported" in said[0]

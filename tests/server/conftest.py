@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import httpx
 import pytest
 from gateways import Gateway, serve
-from kvc_server.process import free_port
+from kvc_server.process import reserved_port
 
 POOL_ARGS = ("--max-total-tokens", "16384", "--max-running-requests", "16")
 
@@ -27,7 +27,10 @@ def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
 def lonely(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
     """A gateway whose worker does not exist."""
     log = tmp_path_factory.mktemp("lonely") / "log"
-    with serve(log, "--worker-url", f"http://127.0.0.1:{free_port()}") as running:
+    with (
+        reserved_port() as nobody,
+        serve(log, "--worker-url", f"http://127.0.0.1:{nobody}") as running,
+    ):
         deadline = time.monotonic() + 30
         while time.monotonic() < deadline:
             with contextlib.suppress(httpx.HTTPError):

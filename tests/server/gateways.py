@@ -13,7 +13,7 @@ from pathlib import Path
 
 import httpx
 import psutil
-from kvc_server.process import free_port
+from kvc_server.process import reserved_port
 
 READY_WITHIN_S = 240
 
@@ -64,21 +64,20 @@ class Gateway:
 @contextlib.contextmanager
 def serve(log: Path, *arguments: str) -> Iterator[Gateway]:
     """Start `sgl-kvc serve` on a free port; afterwards stop it and see that nothing is left."""
-    port = free_port()
-    command = [sys.executable, "-m", "kvc_server.cli", "serve", "--port", str(port), *arguments]
-    with log.open("wb") as output:
+    with reserved_port() as port, log.open("wb") as output:
+        command = [sys.executable, "-m", "kvc_server.cli", "serve", "--port", str(port), *arguments]
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-    try:
-        yield Gateway(f"http://127.0.0.1:{port}", process, log)
-    finally:
-        family = []
-        if process.poll() is None:
-            family = psutil.Process(process.pid).children(recursive=True)
-            process.send_signal(signal.SIGTERM)
         try:
-            process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            raise
-        _, left = psutil.wait_procs(family, 5)
-        assert not left, f"the gateway left {left} behind"
+            yield Gateway(f"http://127.0.0.1:{port}", process, log)
+        finally:
+            family = []
+            if process.poll() is None:
+                family = psutil.Process(process.pid).children(recursive=True)
+                process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                raise
+            _, left = psutil.wait_procs(family, 5)
+            assert not left, f"the gateway left {left} behind"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -14,7 +13,7 @@ from pathlib import Path
 
 import httpx
 
-from kvc_server.process import free_port
+from kvc_server.process import reserved_port, terminate
 
 _READY_WITHIN_S = 300
 _STOP_WITHIN_S = 15
@@ -51,21 +50,15 @@ def embedded(folder: Path, count: int, *worker_args: str) -> Iterator[list[str]]
 
 @contextlib.contextmanager
 def _started(log: Path, threads: int, *worker_args: str) -> Iterator[_Server]:
-    port = free_port()
-    command = [sys.executable, "-m", "kvc_server.cli", "serve", "--port", str(port)]
-    command += ["--log-level", "warning", "--", *worker_args]
     env = {"OMP_NUM_THREADS": str(threads)} | os.environ
-    with log.open("wb") as output:
+    with reserved_port() as port, log.open("wb") as output:
+        command = [sys.executable, "-m", "kvc_server.cli", "serve", "--port", str(port)]
+        command += ["--log-level", "warning", "--", *worker_args]
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=env)
-    try:
-        yield _Server(process, f"http://127.0.0.1:{port}", log)
-    finally:
-        process.send_signal(signal.SIGTERM)
         try:
-            process.wait(_STOP_WITHIN_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+            yield _Server(process, f"http://127.0.0.1:{port}", log)
+        finally:
+            terminate(process, _STOP_WITHIN_S)
 
 
 def _wait_ready(server: _Server) -> None:
