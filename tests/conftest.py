@@ -1,16 +1,29 @@
-"""Before all tests: where there is no GPU, Triton is imported for its interpreter."""
+"""Before all tests: kernels run on the GPU if there is one, else in Triton's interpreter."""
 
 from __future__ import annotations
 
+import importlib
 import os
+import pkgutil
 
+import pytest
 import torch
 
-if not torch.cuda.is_available():
-    # Triton's own functions become what the variable says when they are imported; kernels, when
-    # tests/kernels/gpu imports them. Then it goes, so that servers of other tests do not see it.
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+
+if DEVICE == "cpu":
+    # Triton's own functions become what the variable says when they are imported, and kernels
+    # when they are defined. Then it goes, so that servers of other tests do not see it.
     os.environ["TRITON_INTERPRET"] = "1"
+    import kvc_kernels.gpu
     import triton.experimental.gluon
     import triton.language  # noqa: F401
 
+    for _module in pkgutil.iter_modules(kvc_kernels.gpu.__path__, "kvc_kernels.gpu."):
+        importlib.import_module(_module.name)
     del os.environ["TRITON_INTERPRET"]
+
+
+@pytest.fixture
+def device() -> str:
+    return DEVICE

@@ -1,4 +1,4 @@
-"""Decode by one of FlashInfer's kernels, and prefill of uncompressed prompts by FlashInfer.
+"""Prefill of uncompressed prompts by FlashInfer, and decode by one of its kernels.
 
 What FlashInfer does not do stays with Triton: prompts whose context is compressed already, and
 decode steps that add to the metric of compression in decode.
@@ -6,11 +6,12 @@ decode steps that add to the metric of compression in decode.
 
 from __future__ import annotations
 
+import logging
 from typing import TYPE_CHECKING
 
 import torch
 from kvc_kernels.gpu.flashinfer_decode import DecodePlan, supported
-from kvc_kernels.gpu.flashinfer_prefill import PrefillPlan
+from kvc_kernels.gpu.flashinfer_prefill import PrefillPlan, try_out
 from sglang.srt.layers.radix_attention import RadixAttention
 
 from sgl_kvc.attention.support import UnsupportedError
@@ -20,51 +21,78 @@ if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
+logger = logging.getLogger(__name__)
+
 _WORKSPACE_BYTES = 128 << 20
 
 
 class FlashInferAttentionBackend(TritonAttentionBackend):
     """`TritonAttentionBackend` with FlashInfer where it can take over.
 
+    Prefill is tried out once: where FlashInfer cannot be compiled or does not agree with Triton,
+    Triton does it.
+
     Parameters
     ----------
-    kernels : "fa2", "xqa" or "trtllm".
+    kernels : "fa2", "xqa" or "trtllm" for decode; None leaves it to Triton.
 
     Raises
     ------
     UnsupportedError : if these kernels cannot serve this model on this GPU, and why.
     """
 
-    def __init__(self, model_runner: ModelRunner, kernels: str):
+    def __init__(self, model_runner: ModelRunner, kernels: str | None):
         super().__init__(model_runner)
-        arena, self.kernels, self.dtype = self.cache.arena_k, kernels, model_runner.dtype
+        self.kernels, self.dtype = kernels, model_runner.dtype
         layers = (x for x in model_runner.model.modules() if isinstance(x, RadixAttention))
         first = next(layers)
         self.query_heads, self.scale = first.tp_q_head_num, first.scaling
-        reason = supported(
+        reason = kernels and self._unsupported(kernels)
+        if reason:
+            raise UnsupportedError(f"--kvc-decode {kernels}: {reason}")
+        self._max_pages = -(-self.req_to_token.shape[1] // self.cache.page_size)
+        self._decode: DecodePlan | None = None
+        self._by_batch: dict[int, DecodePlan] = {}  # graphs hold their buffers
+        self._workspace = self._bytes() if kernels else None
+        self._prefill: PrefillPlan | None = None
+        self._prefills = self._tried_prefill()
+
+    def _tried_prefill(self) -> PrefillPlan | None:
+        """None where FlashInfer cannot prefill this model here; the log says why."""
+        reason = self._unsupported("fa2")
+        if reason is None:
+            arena = self.cache.arena_k
+            try:
+                plan = PrefillPlan(
+                    self._bytes(),
+                    query_heads=self.query_heads,
+                    heads=self.cache.heads,
+                    head_dim=arena.shape[-1],
+                    page_size=self.cache.page_size,
+                    dtype=self.dtype,
+                    kv_dtype=arena.dtype,
+                    scale=self.scale,
+                )
+                try_out(plan, arena.device)
+            except Exception as error:  # compilers, loaders and launches fail in many ways
+                reason = f"{type(error).__name__}: {error}"
+            else:
+                logger.info("FlashInfer prefills what is not compressed")
+                return plan
+        logger.warning("Triton prefills, not FlashInfer: %s", reason)
+        return None
+
+    def _unsupported(self, kernels: str) -> str | None:
+        arena = self.cache.arena_k
+        if self.dtype not in (torch.float16, torch.bfloat16):
+            return f"FlashInfer needs a model of 16-bit floats, not of {self.dtype}"
+        return supported(
             kernels,
             torch.cuda.get_device_capability(arena.device),
             arena.shape[-1],
             self.cache.page_size,
             arena.dtype,
             self.query_heads // self.cache.heads,
-        )
-        if reason:
-            raise UnsupportedError(f"--kvc-decode {kernels}: {reason}")
-        self._max_pages = -(-self.req_to_token.shape[1] // self.cache.page_size)
-        self._decode: DecodePlan | None = None
-        self._by_batch: dict[int, DecodePlan] = {}  # graphs hold their buffers
-        self._workspace = self._bytes()
-        self._prefill: PrefillPlan | None = None
-        self._prefills = PrefillPlan(
-            self._bytes(),
-            query_heads=self.query_heads,
-            heads=self.cache.heads,
-            head_dim=arena.shape[-1],
-            page_size=self.cache.page_size,
-            dtype=self.dtype,
-            kv_dtype=arena.dtype,
-            scale=self.scale,
         )
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
@@ -77,6 +105,7 @@ class FlashInferAttentionBackend(TritonAttentionBackend):
         self._prefill = None
         if whole and not any(self.segments.begin(row) is not None for row in rows):
             self._prefill = self._prefills
+        if self._prefill is not None:
             self._prefill.plan(
                 self.req_to_token,
                 forward_batch.req_pool_indices,
@@ -91,6 +120,8 @@ class FlashInferAttentionBackend(TritonAttentionBackend):
         self._plan_decode(forward_batch)
 
     def _plan_decode(self, forward_batch: ForwardBatch) -> None:
+        if self.kernels is None:
+            return
         requests, page_size = forward_batch.batch_size, self.cache.page_size
         plan = self._by_batch.get(requests)
         if plan is None:
@@ -113,7 +144,7 @@ class FlashInferAttentionBackend(TritonAttentionBackend):
     def attend_decode(
         self, query: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch
     ) -> torch.Tensor:
-        if self.segments.counts():
+        if self.kernels is None or self.segments.counts():
             return super().attend_decode(query, layer, forward_batch)
         return self._decode.run(layer.layer_id - self.pool.start_layer, query)
 

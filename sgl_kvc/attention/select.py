@@ -30,7 +30,8 @@ FASTEST: dict[tuple[int, int], str] = {}
 def create(model_runner: ModelRunner) -> KvcAttentionBackend:
     """The backend for this process.
 
-    "auto" is what `FASTEST` says on a GPU, and torch elsewhere.
+    "auto" is torch on a CPU. On a GPU it decodes by what `FASTEST` says, and FlashInfer prefills
+    where it can; "triton" has Triton do both.
 
     Raises
     ------
@@ -39,25 +40,22 @@ def create(model_runner: ModelRunner) -> KvcAttentionBackend:
     chosen = os.environ.get(VARIABLE, "auto")
     if chosen not in CHOICES:
         raise UnsupportedError(f"{VARIABLE}={chosen}: must be one of {', '.join(CHOICES)}")
-    if chosen == "auto":
-        chosen = _automatic(model_runner.req_to_token_pool.req_to_token)
-    logger.info("attention over segment and tail runs in %s", chosen)
-    if chosen == "torch":
+    table, decode, flashinfer = model_runner.req_to_token_pool.req_to_token, chosen, False
+    if chosen == "auto" and table.is_cuda:
+        decode, flashinfer = FASTEST.get(torch.cuda.get_device_capability(), "triton"), True
+    elif chosen == "auto":
+        decode = "triton" if use_triton(table) else "torch"
+    logger.info("attention over segment and tail runs in %s", decode)
+    if decode == "torch":
         from sgl_kvc.attention.torch_backend import TorchAttentionBackend
 
         return TorchAttentionBackend(model_runner)
-    if chosen == "triton":
+    if decode == "triton" and not flashinfer:
         from sgl_kvc.attention.triton_backend import TritonAttentionBackend
 
         return TritonAttentionBackend(model_runner)
     if model_runner.device != "cuda":
-        raise UnsupportedError(f"--kvc-decode {chosen} needs a GPU")
+        raise UnsupportedError(f"--kvc-decode {decode} needs a GPU")
     from sgl_kvc.attention.flashinfer_backend import FlashInferAttentionBackend
 
-    return FlashInferAttentionBackend(model_runner, chosen)
-
-
-def _automatic(table: torch.Tensor) -> str:
-    if not use_triton(table):
-        return "torch"
-    return FASTEST.get(torch.cuda.get_device_capability(), "triton") if table.is_cuda else "triton"
+    return FlashInferAttentionBackend(model_runner, None if decode == "triton" else decode)

@@ -8,10 +8,17 @@ Facts about FlashInfer are of 0.6.15.
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 
 import torch
+
+from kvc_kernels.gpu.extend import extend
+from kvc_kernels.gpu.layout import Cache
+
+#: How far two kernels of 16 bits may differ.
+_AGREE = 2e-2
 
 
 def prefix_pages(
@@ -76,8 +83,8 @@ class PrefillPlan:
     ) -> None:
         import flashinfer
 
-        self._shape, self._page_size = (query_heads, heads, head_dim), page_size
-        self._dtype, self._kv_dtype, self._scale = dtype, kv_dtype, scale
+        self.shape, self.page_size = (query_heads, heads, head_dim), page_size
+        self.dtype, self.kv_dtype, self.scale = dtype, kv_dtype, scale
         self._new = flashinfer.BatchPrefillWithRaggedKVCacheWrapper(
             workspace, "NHD", backend=backend
         )
@@ -101,18 +108,18 @@ class PrefillPlan:
         prefix_lens, new_lens : per request, tokens in the cache and tokens of this forward.
         """
         indptr = torch.tensor([0, *itertools.accumulate(new_lens)], dtype=torch.int32)
-        query_heads, heads, head_dim = self._shape
-        common = {"q_data_type": self._dtype, "sm_scale": self._scale}
+        query_heads, heads, head_dim = self.shape
+        common = {"q_data_type": self.dtype, "sm_scale": self.scale}
         self._new.plan(
             indptr, indptr, query_heads, heads, head_dim, causal=True,
-            kv_data_type=self._dtype, **common,
+            kv_data_type=self.dtype, **common,
         )  # fmt: skip
         self._any_prefix = any(prefix_lens)
         if self._any_prefix:
-            pages = prefix_pages(req_to_token, request, prefix_lens, self._page_size)
+            pages = prefix_pages(req_to_token, request, prefix_lens, self.page_size)
             self._prefix.plan(
-                indptr, *pages, query_heads, heads, head_dim, self._page_size, causal=False,
-                kv_data_type=self._kv_dtype, **common,
+                indptr, *pages, query_heads, heads, head_dim, self.page_size, causal=False,
+                kv_data_type=self.kv_dtype, **common,
             )  # fmt: skip
 
     def run(
@@ -150,6 +157,50 @@ class PrefillPlan:
             before, before_lse = self._prefix.run(query, of_layer, return_lse=True)
             out, lse = flashinfer.merge_state(out, lse, before, before_lse)
         return out, natural(lse) if with_lse else None
+
+
+def try_out(plan: PrefillPlan, device: torch.device) -> None:
+    """Prefill a few random tokens by `plan` and by `kvc_kernels.gpu.extend`.
+
+    FlashInfer compiles its kernels here if they are not there yet; that may take minutes.
+
+    Raises
+    ------
+    AssertionError : if the two disagree.
+    Exception : whatever FlashInfer raises where it cannot be compiled or launched.
+    """
+    query_heads, heads, dim = plan.shape
+    page, prefix, new = plan.page_size, [plan.page_size + 3, 0], [5, 7]
+    drawn = functools.partial(
+        torch.randn, generator=torch.Generator(device).manual_seed(0), device=device
+    )
+    # Two layers, so that the strides of a layer show; a block for padding, and three a request.
+    arenas = [drawn(7, 2, heads, page, dim).to(plan.kv_dtype) for _ in "kv"]
+    slots = torch.arange(page, 7 * page, dtype=torch.int32, device=device).view(2, -1)
+    nothing = torch.zeros(2, dtype=torch.int64, device=device)
+    starts = torch.zeros(2, 2 * heads + 1, dtype=torch.int64, device=device)
+    query = drawn(sum(new), query_heads, dim).to(plan.dtype)
+    fresh = [drawn(sum(new), heads, dim).to(plan.kv_dtype) for _ in "kv"]
+    at = torch.cat([
+        row[before : before + count]
+        for row, before, count in zip(slots, prefix, new, strict=True)
+    ]).long()  # fmt: skip
+    for arena, tokens in zip(arenas, fresh, strict=True):
+        arena[at // page, 1, :, at % page] = tokens
+    request = torch.arange(2, device=device)
+    plan.plan(slots, request, prefix, new)
+    got = plan.run(1, query, *(x.to(plan.dtype) for x in fresh), *arenas, with_lse=True)
+    expected = extend(
+        query,
+        Cache(*arenas, slots, nothing, nothing, starts),
+        1,
+        request,
+        torch.tensor(prefix, device=device) + torch.tensor(new, device=device),
+        torch.tensor([0, *itertools.accumulate(new)], device=device),
+        max(new),
+        plan.scale,
+    )
+    torch.testing.assert_close(got, expected, atol=_AGREE, rtol=_AGREE)
 
 
 def natural(lse: torch.Tensor) -> torch.Tensor:

@@ -118,6 +118,17 @@ def test_the_metric_of_counted_requests(splits, device):
     assert not torch.equal(expected, metric)
 
 
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+def test_extend_over_a_cache_in_eight_bits(dtype, device):
+    batch = drawn("mixed", dtype=torch.float16)
+    for name in ("arena_k", "arena_v"):
+        setattr(batch, name, getattr(batch, name).to(dtype))
+    for held in (batch.keys, batch.values):
+        for row in held:
+            row[:] = [[head.to(dtype).half() for head in layer] for layer in row]
+    check_extend(batch, [7, 1, 30, 2], 2, torch.float16, device)
+
+
 def check_extend(batch: Batch, new: list[int], group: int, dtype: torch.dtype, device: str):
     """The last `new` tokens of every request are asked about; every head has its own prefix."""
     dim = batch.arena_k.shape[-1]

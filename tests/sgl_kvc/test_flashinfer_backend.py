@@ -1,0 +1,176 @@
+"""The backend that hands work to FlashInfer does what the one in Triton does.
+
+Without a GPU FlashInfer is emulated (tests/kernels/gpu/test_flashinfer.py) and Triton interpreted.
+"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+
+from sgl_kvc.attention.flashinfer_backend import FlashInferAttentionBackend
+from sgl_kvc.attention.triton_backend import TritonAttentionBackend
+from sgl_kvc.cache.plan import Plan
+from sgl_kvc.pool.arena import ArenaKVPool
+from sgl_kvc.spec import parse
+from tests.kernels.gpu import test_flashinfer
+from tests.kernels.gpu.test_flashinfer import kernels  # noqa: F401
+
+LAYERS, HEADS, GROUP, DIM, PAGE, CONTEXT = 2, 2, 2, 64, 16, 256
+DTYPE = torch.float16
+LAYER = 1
+
+
+@pytest.fixture
+def runner(device, kernels, tmp_path, monkeypatch):  # noqa: F811
+    """As much of SGLang's model runner as a backend asks for; rows 1 and 2 hold nothing yet."""
+    if device == "cpu":
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    pool = ArenaKVPool(
+        40 * PAGE,
+        page_size=PAGE,
+        dtype=DTYPE,
+        head_num=HEADS,
+        head_dim=DIM,
+        layer_num=LAYERS,
+        device=device,
+        enable_memory_saver=False,
+    )
+    torch.manual_seed(0)
+    pool.arena_k.normal_()
+    pool.arena_v.normal_()
+    layers = [
+        RadixAttention(HEADS * GROUP, DIM, DIM**-0.5, num_kv_heads=HEADS, layer_id=i)
+        for i in range(LAYERS)
+    ]
+    return SimpleNamespace(
+        device=device,
+        dtype=DTYPE,
+        model=torch.nn.ModuleList(layers),
+        token_to_kv_pool=pool,
+        req_to_token_pool=ReqToTokenPool(3, CONTEXT, device, False),
+        server_args=SimpleNamespace(model_path=str(tmp_path)),
+    )
+
+
+def batch(backend, mode: ForwardMode, lens: dict[int, tuple[int, int]]) -> SimpleNamespace:
+    """Rows with (tokens before, new ones); gives them blocks of their own."""
+    at = backend.req_to_token.device
+    for row, (prefix, new) in lens.items():
+        slots = torch.arange(prefix + new) + (1 + row * 12) * PAGE
+        backend.req_to_token[row, : prefix + new] = slots.int().to(at)
+    backend.pool.prefilling = [] if mode.is_decode() else list(lens)
+    prefix, new = ([pair[i] for pair in lens.values()] for i in (0, 1))
+    total = [sum(pair) for pair in lens.values()]
+    return SimpleNamespace(
+        forward_mode=mode,
+        batch_size=len(lens),
+        req_pool_indices=torch.tensor(list(lens), device=at),
+        seq_lens=torch.tensor(total, device=at),
+        seq_lens_cpu=torch.tensor(total),
+        extend_seq_lens=torch.tensor(new, device=at),
+        extend_seq_lens_cpu=new,
+        extend_prefix_lens_cpu=prefix,
+        out_cache_loc=torch.cat(
+            [backend.req_to_token[row, a : a + b] for row, (a, b) in lens.items()]
+        ).long(),
+    )
+
+
+def answer(backend, mode: ForwardMode, lens: dict[int, tuple[int, int]]) -> torch.Tensor:
+    """One layer of a forward of these rows, the same tensors for every backend."""
+    given = batch(backend, mode, lens)
+    new = len(given.out_cache_loc)
+    torch.manual_seed(1)
+    widths = (HEADS * GROUP * DIM, HEADS * DIM, HEADS * DIM)
+    q, k, v = (torch.randn(new, width).to(backend.cache.arena_k) for width in widths)
+    layer = RadixAttention(HEADS * GROUP, DIM, DIM**-0.5, num_kv_heads=HEADS, layer_id=LAYER)
+    backend.init_forward_metadata(given)
+    forward = backend.forward_decode if mode.is_decode() else backend.forward_extend
+    return forward(q, k, v, layer, given)
+
+
+def compress(backend, row: int) -> None:
+    """Two blocks of segment before position 64, of which the heads have 1, 3, 3 and 1 pages."""
+    pages = torch.tensor([1, 3, 3, 1], device=backend.req_to_token.device)
+    backend.segments.set(row, 2 * PAGE, 4 * PAGE, pages)
+
+
+PREFILL = {"from nothing": {1: (0, 21), 2: (0, 1)}, "chunks": {2: (33, 9), 1: (16, 40)}}
+
+
+@pytest.mark.parametrize("lens", PREFILL.values(), ids=PREFILL)
+def test_prefill(runner, lens):
+    expected = answer(TritonAttentionBackend(runner), ForwardMode.EXTEND, lens)
+    backend = FlashInferAttentionBackend(runner, None)
+    got = answer(backend, ForwardMode.EXTEND, lens)
+    assert backend._prefill is not None
+    torch.testing.assert_close(got, expected, atol=2e-3, rtol=2e-3)
+
+
+def test_a_compressed_prefix_is_read_by_triton(runner):
+    lens = {1: (70, 9), 2: (0, 5)}
+    reference = TritonAttentionBackend(runner)
+    compress(reference, 1)
+    expected = answer(reference, ForwardMode.EXTEND, lens)
+    backend = FlashInferAttentionBackend(runner, None)
+    compress(backend, 1)
+    assert torch.equal(answer(backend, ForwardMode.EXTEND, lens), expected)
+    assert backend._prefill is None
+
+
+def test_prompts_are_scored_by_what_flashinfer_tells(runner):
+    """The log-sum-exp from either kernel gives the same scores."""
+    scores, spec = [], parse({"rate": 2, "min_tokens": 0, "policy": "snapkv"})
+    for backend in (TritonAttentionBackend(runner), FlashInferAttentionBackend(runner, None)):
+        plan = Plan(spec, list(range(60)), PAGE, LAYERS, backend.pool.facts)
+        backend.pool.plans = {2: plan}
+        for begin, end in ((0, 32), (32, 60)):
+            answer(backend, ForwardMode.EXTEND, {1: (0, 3), 2: (begin, end - begin)})
+        scores.append(plan._scores[LAYER])
+    torch.testing.assert_close(*scores, atol=2e-3, rtol=2e-3)
+    assert scores[0].shape == (HEADS, 60)
+    assert scores[0].sum() == pytest.approx(32 * HEADS * GROUP, rel=0.2)  # of 32 queries
+
+
+@pytest.mark.parametrize("kernel", [None, "fa2", "xqa"])
+def test_decode(runner, kernel):
+    lens = {1: (70, 1), 2: (20, 1)}
+    reference = TritonAttentionBackend(runner)
+    compress(reference, 1)
+    expected = answer(reference, ForwardMode.DECODE, lens)
+    backend = FlashInferAttentionBackend(runner, kernel)
+    compress(backend, 1)
+    got = answer(backend, ForwardMode.DECODE, lens)
+    torch.testing.assert_close(got, expected, atol=2e-3, rtol=2e-3)
+    assert (backend._decode is None) == (kernel is None)
+
+
+@pytest.mark.parametrize("how", ["wrong", "not there"])
+def test_where_flashinfer_cannot_prefill_triton_does(runner, how, monkeypatch, caplog):
+    def broken(self, *args, **kwargs):
+        if how == "not there":
+            raise RuntimeError("nvcc is not there")
+        out, lse = real(self, *args, **kwargs)
+        return 1.1 * out, lse
+
+    real = test_flashinfer.PrefillPlan.run
+    monkeypatch.setattr(test_flashinfer.PrefillPlan, "run", broken)
+    backend = FlashInferAttentionBackend(runner, None)
+    said = "nvcc is not there" if how == "not there" else "not close"
+    assert "Triton prefills, not FlashInfer: " in caplog.text
+    assert said in caplog.text
+    lens = PREFILL["chunks"]
+    expected = answer(TritonAttentionBackend(runner), ForwardMode.EXTEND, lens)
+    assert torch.equal(answer(backend, ForwardMode.EXTEND, lens), expected)
+
+
+def test_a_model_of_32_bits_is_prefilled_by_triton(runner, caplog):
+    runner.dtype = torch.float32
+    assert FlashInferAttentionBackend(runner, None)._prefills is None
+    assert "16-bit floats" in caplog.text
