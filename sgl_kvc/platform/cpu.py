@@ -32,6 +32,8 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
             server_args.sampling_backend = "pytorch"
         if server_args.get_model_config().hf_text_config.hidden_size < _ONE_THREAD_BELOW:
             os.environ.setdefault("OMP_NUM_THREADS", "1")  # the scheduler process inherits it
+        # SGLang lets ranks talk by NCCL where it finds the library, which comes with torch.
+        os.environ.setdefault("SGLANG_NCCL_SO_PATH", "there is no GPU")
 
     def get_device(self, device_id: int = 0) -> str:
         return "cpu"  # 0.5.17 splits the name as a string

@@ -90,6 +90,16 @@ def test_many_rows_are_ranked_in_parts(device):
     _check(scores, torch.randint(0, 3, (50,), device=device), 8)
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_memory_is_at_most_three_times_the_scores(device):
+    """A prompt of 32,768 tokens at rate 4 in a model of 32 layers of 8 heads."""
+    scores = torch.rand(256, 32768, device=device)
+    pages = torch.full((256,), 32768 // 16 // 4, device=device)
+    torch.cuda.reset_peak_memory_stats()
+    kept_positions(scores, rank_pages(scores, 16), pages, 16, int(pages.sum()))
+    assert torch.cuda.max_memory_allocated() <= 3 * scores.numel() * scores.itemsize
+
+
 def test_nothing_kept(device):
     scores = torch.rand(3, 16, device=device)
     none = torch.zeros(3, dtype=torch.int64, device=device)

@@ -1,0 +1,55 @@
+"""Heads shared out to two processes: each rank compresses its own, with a budget of its own."""
+
+from __future__ import annotations
+
+import pytest
+
+from bench.serving import Server, assert_no_leak, sglang
+from tests.engine.conftest import prompt
+
+KNOBS = [
+    None,
+    {"rate": 4, "policy": "snapkv"},
+    {"rate": 4},
+    {"rate": 4, "question_tokens": 20},
+    {"budget": 48, "recompress_every": 16, "policy": "snapkv"},
+]
+
+
+def answers(server: Server) -> list[dict]:
+    found = [
+        server.generate(prompt(200, seed=seed), knob, max_new_tokens=24, ignore_eos=True)
+        for seed, knob in enumerate(KNOBS)
+    ]
+    assert_no_leak(server)
+    return found
+
+
+@pytest.fixture(scope="module")
+def alone_and_parallel(tiny_llama) -> tuple[list[dict], list[dict]]:
+    found = []
+    for ranks in ("1", "2"):
+        # SGLang binds a rank to a NUMA node unless it is told the cores.
+        bound = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if ranks == "2" else {}
+        arguments = ("--max-total-tokens", "4096", "--tp-size", ranks)
+        with sglang(tiny_llama, *arguments, **bound) as server:
+            found.append(answers(server))
+    return tuple(found)
+
+
+@pytest.mark.parametrize("number", range(len(KNOBS)))
+def test_two_ranks_hold_what_one_holds(alone_and_parallel, number):
+    """A rank's pool has half of the heads, so a block half of the bytes."""
+    alone, parallel = (answers[number]["kv_compression"] for answers in alone_and_parallel)
+    for key in ("before", "after"):
+        assert parallel["bytes"][key] == alone["bytes"][key] / 2
+        assert parallel["blocks"][key] == alone["blocks"][key]
+    assert parallel["kept_per_head"]["mean"] == alone["kept_per_head"]["mean"]
+
+
+@pytest.mark.parametrize("number", [0, 1, 4])
+def test_where_ranks_do_not_compete_two_answer_as_one(alone_and_parallel, number):
+    """SnapKV gives every head the same, so it does not matter whose head it is."""
+    alone, parallel = (answers[number] for answers in alone_and_parallel)
+    assert parallel["output_ids"] == alone["output_ids"]
+    assert parallel["kv_compression"]["kept_per_head"] == alone["kv_compression"]["kept_per_head"]
