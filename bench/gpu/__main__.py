@@ -39,6 +39,8 @@ def parse() -> argparse.Namespace:
     serving.add_argument("--pool", type=int, nargs="+", default=[43000, 0],
                          help="tokens of the KV pool; 0 is all memory")  # fmt: skip
     serving.add_argument("--rounds", type=int, default=3, help="overhead: rounds compared")
+    serving.add_argument("--prompt", type=int, default=8000,
+                         help="overhead: of the prompt whose compression is timed")  # fmt: skip
     serving.add_argument("--context", type=int, default=32000, help="overhead: of the long prompts")
     serving.add_argument("--batch", type=int, default=64, help="overhead: how many long prompts")
     args = parser.parse_args()

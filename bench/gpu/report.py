@@ -133,6 +133,11 @@ def overhead(records: list[dict]) -> list[str]:
         ]
         lines += [f"Rate 1 over plain SGLang, prompts of {r['input']}, {r['rounds']} rounds:", ""]
         lines += [*table(["", "ratio", "range"], rows), ""]
+    for r in latest(records, "compression", "input"):
+        lines += [
+            f"Compressing a prompt of {r['input']} to rate {r['rate']} adds {r['added_ms']:.1f} ms "
+            f"to {r['rate_1_ms']:.1f} ms: {r['share']:.1%}.", "",
+        ]  # fmt: skip
     long = [
         [r["input"], line(r["rate"]), r["requests"], r["largest_batch"], f"{r['itl_ms']:.1f}",
          r["gap_full_batch_ms"] and f"{r['gap_full_batch_ms']:.1f}"]

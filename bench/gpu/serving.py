@@ -64,6 +64,7 @@ def run(records: Records, part: str, args: argparse.Namespace) -> None:
             bench.by_rate()
         else:
             bench.overhead()
+            bench.compression()
             bench.long_context()
 
 
@@ -104,7 +105,7 @@ class Bench:
     def _rounds(self, servers: Servers, pool: int, rates: list[float | None]) -> None:
         for length, rate in itertools.product(self._args.inputs, rates):
             facts = {"pool": pool, "input": length, "rate": rate}
-            self._round("round", servers, length, rate, facts)
+            self._round("round", servers, self._load(length), rate, facts)
 
     def overhead(self) -> None:
         """Rate 1 against plain SGLang, in turn, after a round of each that does not count."""
@@ -117,7 +118,8 @@ class Bench:
                 for rate in (None, 1):
                     facts = {"pool": pool, "input": length, "rate": rate, "warm_up": not number}
                     facts["round"] = number
-                    found.append(self._round("overhead", servers, length, rate, facts))
+                    load = self._load(length)
+                    found.append(self._round("overhead", servers, load, rate, facts))
                 if number and all("tokens_per_s" in each for each in found):
                     for key, each in ratios.items():
                         each.append(found[1][key] / found[0][key])
@@ -125,27 +127,48 @@ class Bench:
             for key, each in ratios.items():
                 record[key] = {"median": statistics.median(each), "range": [min(each), max(each)]}
 
+    def compression(self) -> None:
+        """What compression adds to a prompt and three tokens, as a share of them at rate 1.
+
+        Three, for a prompt is compressed before its first or second decode step.
+        """
+        length = self._args.prompt
+        pool = next((p for p in self._args.pool if p), 43000)
+        taken = {1: [], 8: []}
+        with self._one(pool, True) as servers:
+            for number, rate in itertools.product(range(self._args.rounds + 1), taken):
+                facts = {"pool": pool, "input": length, "rate": rate, "round": number}
+                found = self._round("prompt", servers, self._load(length, 1, 3), rate, facts)
+                if number and "seconds" in found:  # the first compiles
+                    taken[rate].append(found["seconds"])
+        with self._records.attempt("compression", input=length, rate=8) as record:
+            plain, compressed = (statistics.median(each) for each in taken.values())
+            record["rate_1_ms"], record["added_ms"] = 1e3 * plain, 1e3 * (compressed - plain)
+            record["share"] = compressed / plain - 1
+
     def long_context(self) -> None:
         """Latency between tokens with many long prompts at rate 8; plain with what fits."""
         for rate in (8, None):
             with self._one(0, rate is not None) as servers:
                 facts = {"pool": 0, "input": self._args.context, "rate": rate}
-                requests = self._args.batch
-                self._round("long context", servers, self._args.context, rate, facts, requests)
+                load = self._load(self._args.context, self._args.batch)
+                self._round("long context", servers, load, rate, facts)
+
+    def _load(self, length: int, requests: int | None = None, output: int | None = None) -> Load:
+        args = self._args
+        return Load(
+            requests or args.requests, length, output or args.output_tokens, self._vocabulary
+        )
 
     def _round(
         self,
         name: str,
         servers: Servers,
-        length: int,
+        load: Load,
         rate: float | None,
         facts: dict,
-        requests: int | None = None,
     ) -> dict:
         """One record; what it holds."""
-        load = Load(
-            requests or self._args.requests, length, self._args.output_tokens, self._vocabulary
-        )
         with self._records.attempt(name, requests=load.requests, **facts) as found:
             server = servers(rate is not None)
             found |= asyncio.run(measure(server, load, rate))

@@ -71,9 +71,12 @@ def test_the_report_of_serving(tmp_path):
     ratio = {"median": 1.0, "range": [0.9, 1.1]}
     records.add("ratio", status="ok", input=500, rounds=3,
                 tokens_per_s=ratio, itl_ms=ratio, ttft_ms=ratio)  # fmt: skip
+    records.add("compression", status="ok", input=8000, rate=8,
+                rate_1_ms=200.0, added_ms=4.0, share=0.02)  # fmt: skip
     records.add("long context", status="ok", input=32000, rate=8, requests=64,
                 largest_batch=64, **times)  # fmt: skip
     page = report.write(tmp_path).read_text()
     assert "| 43000 | 6000 | rate 8 | 800 | 4.00 | 4 | 10 | 2.0 | 2.0 |" in page
     assert "| tokens_per_s | 1.00 | 0.90-1.10 |" in page
+    assert "prompt of 8000 to rate 8 adds 4.0 ms to 200.0 ms: 2.0%." in page
     assert (tmp_path / "serving.png").stat().st_size > 1000

@@ -95,9 +95,10 @@ def test_memory_is_at_most_three_times_the_scores(device):
     """A prompt of 32,768 tokens at rate 4 in a model of 32 layers of 8 heads."""
     scores = torch.rand(256, 32768, device=device)
     pages = torch.full((256,), 32768 // 16 // 4, device=device)
+    size, before = scores.numel() * scores.itemsize, torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
     kept_positions(scores, rank_pages(scores, 16), pages, 16, int(pages.sum()))
-    assert torch.cuda.max_memory_allocated() <= 3 * scores.numel() * scores.itemsize
+    assert size + torch.cuda.max_memory_allocated() - before <= 3 * size
 
 
 def test_nothing_kept(device):
