@@ -7,7 +7,7 @@ import os
 from typing import TYPE_CHECKING
 
 import torch
-from kvc_kernels.dispatch import use_triton
+from kvc_kernels.dispatch import interpreted
 
 from sgl_kvc.attention.support import UnsupportedError
 
@@ -40,21 +40,21 @@ def create(model_runner: ModelRunner) -> KvcAttentionBackend:
     chosen = os.environ.get(VARIABLE, "auto")
     if chosen not in CHOICES:
         raise UnsupportedError(f"{VARIABLE}={chosen}: must be one of {', '.join(CHOICES)}")
-    table, decode, flashinfer = model_runner.req_to_token_pool.req_to_token, chosen, False
-    if chosen == "auto" and table.is_cuda:
-        decode, flashinfer = FASTEST.get(torch.cuda.get_device_capability(), "triton"), True
+    on_gpu, decode = model_runner.device == "cuda", chosen
+    if chosen == "auto" and on_gpu:
+        decode = FASTEST.get(torch.cuda.get_device_capability(), "triton")
     elif chosen == "auto":
-        decode = "triton" if use_triton(table) else "torch"
+        decode = "triton" if interpreted() else "torch"
     logger.info("attention over segment and tail runs in %s", decode)
     if decode == "torch":
         from sgl_kvc.attention.torch_backend import TorchAttentionBackend
 
         return TorchAttentionBackend(model_runner)
-    if decode == "triton" and not flashinfer:
+    if decode == "triton" and (chosen == "triton" or not on_gpu):
         from sgl_kvc.attention.triton_backend import TritonAttentionBackend
 
         return TritonAttentionBackend(model_runner)
-    if model_runner.device != "cuda":
+    if not on_gpu:
         raise UnsupportedError(f"--kvc-decode {decode} needs a GPU")
     from sgl_kvc.attention.flashinfer_backend import FlashInferAttentionBackend
 

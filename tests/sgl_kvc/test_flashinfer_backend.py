@@ -13,6 +13,7 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
+from sgl_kvc.attention import select
 from sgl_kvc.attention.flashinfer_backend import FlashInferAttentionBackend
 from sgl_kvc.attention.triton_backend import TritonAttentionBackend
 from sgl_kvc.cache.plan import Plan
@@ -168,6 +169,25 @@ def test_where_flashinfer_cannot_prefill_triton_does(runner, how, monkeypatch, c
     lens = PREFILL["chunks"]
     expected = answer(TritonAttentionBackend(runner), ForwardMode.EXTEND, lens)
     assert torch.equal(answer(backend, ForwardMode.EXTEND, lens), expected)
+
+
+@pytest.mark.parametrize(
+    ("chosen", "fastest", "kind", "kernel"),
+    [
+        ("auto", None, FlashInferAttentionBackend, None),
+        ("auto", "xqa", FlashInferAttentionBackend, "xqa"),
+        ("triton", "xqa", TritonAttentionBackend, None),
+        ("fa2", "xqa", FlashInferAttentionBackend, "fa2"),
+    ],
+)
+def test_what_is_chosen_on_a_gpu(runner, chosen, fastest, kind, kernel, monkeypatch):
+    runner.device = "cuda"  # that of its tensors stays what it is
+    monkeypatch.setenv(select.VARIABLE, chosen)
+    capability = torch.cuda.get_device_capability()
+    monkeypatch.setattr(select, "FASTEST", {capability: fastest} if fastest else {})
+    backend = select.create(runner)
+    assert type(backend) is kind
+    assert getattr(backend, "kernels", None) == kernel
 
 
 def test_a_model_of_32_bits_is_prefilled_by_triton(runner, caplog):
