@@ -26,15 +26,11 @@ def answers(server: Server) -> list[dict]:
 
 
 @pytest.fixture(scope="module")
-def alone_and_parallel(tiny_llama) -> tuple[list[dict], list[dict]]:
-    found = []
-    for ranks in ("1", "2"):
-        # SGLang binds a rank to a NUMA node unless it is told the cores.
-        bound = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"} if ranks == "2" else {}
-        arguments = ("--max-total-tokens", "4096", "--tp-size", ranks)
-        with sglang(tiny_llama, *arguments, **bound) as server:
-            found.append(answers(server))
-    return tuple(found)
+def alone_and_parallel(tiny_llama, server) -> tuple[list[dict], list[dict]]:
+    # SGLang binds a rank to a NUMA node unless it is told the cores.
+    cores = {"SGLANG_CPU_OMP_THREADS_BIND": "0|1"}
+    with sglang(tiny_llama, "--max-total-tokens", "4096", "--tp-size", "2", **cores) as parallel:
+        return answers(server), answers(parallel)
 
 
 @pytest.mark.parametrize("number", range(len(KNOBS)))

@@ -12,15 +12,25 @@ import pytest
 from tests.kernels.gpu.compiled import SHARED
 
 
+@pytest.fixture(scope="module")
+def compilers(tmp_path_factory) -> dict[int, subprocess.Popen]:
+    """One for each architecture, all at once; this process may hold interpreted kernels."""
+    env = os.environ | {"TRITON_CACHE_DIR": str(tmp_path_factory.mktemp("triton"))}
+    return {
+        architecture: subprocess.Popen(
+            [sys.executable, "-m", "tests.kernels.gpu.compiled", str(architecture)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env=env,
+        )
+        for architecture in SHARED
+    }
+
+
 @pytest.mark.parametrize("architecture", SHARED)
-def test_compiles_ahead_of_time(architecture, tmp_path):
-    """In a process of its own: this one may hold the kernels for Triton's interpreter."""
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.kernels.gpu.compiled", str(architecture)],
-        capture_output=True,
-        text=True,
-        env=os.environ | {"TRITON_CACHE_DIR": str(tmp_path)},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
-    compiled = re.findall(r"^\w+", done.stdout, re.MULTILINE)
+def test_compiles_ahead_of_time(compilers, architecture):
+    output, errors = compilers[architecture].communicate()
+    assert compilers[architecture].returncode == 0, output + errors[-4000:]
+    compiled = re.findall(r"^\w+", output, re.MULTILINE)
     assert {"decode", "extend", "merge", "metric"} <= set(compiled)
