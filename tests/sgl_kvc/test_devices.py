@@ -12,10 +12,14 @@ from types import SimpleNamespace
 import kvc_kernels.gpu.compact
 import kvc_kernels.gpu.score
 import kvc_kernels.gpu.select
+import kvc_kernels.gpu.store
 import pytest
 import torch
+from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch._subclasses import FakeTensorMode
 
+from sgl_kvc.attention import triton_backend
 from sgl_kvc.cache import continual
 from sgl_kvc.cache.plan import Plan
 from sgl_kvc.cache.radix import CompressingRadixCache
@@ -52,12 +56,19 @@ def gpu(monkeypatch):
         return torch.zeros(total * page_size, dtype=torch.int64, device="cuda")
 
     def on_the_gpu(*tensors):
-        assert all(tensor.is_cuda for tensor in tensors)
+        assert all(tensor.is_cuda for tensor in tensors if tensor is not None)
+
+    def attention(query, cache, layer, *given, metric=None, counted=None):
+        on_the_gpu(query, *(x for x in given if isinstance(x, torch.Tensor)), metric, counted)
+        return torch.empty_like(query), torch.empty(query.shape[:2], device="cuda")
 
     monkeypatch.setattr(kvc_kernels.gpu.score, "window_attention", window_attention)
     monkeypatch.setattr(kvc_kernels.gpu.select, "kept_positions", kept_positions)
     monkeypatch.setattr(kvc_kernels.gpu.compact, "compact", on_the_gpu)
     monkeypatch.setattr(kvc_kernels.gpu.compact, "move", on_the_gpu)
+    monkeypatch.setattr(kvc_kernels.gpu.store, "store", on_the_gpu)
+    monkeypatch.setattr(triton_backend, "decode", attention)
+    monkeypatch.setattr(triton_backend, "extend", attention)
     monkeypatch.setattr(host_copy, "HostCopy", Copied)
     monkeypatch.setattr("sgl_kvc.pool.segments.HostCopy", Copied)
     with FakeTensorMode(), torch.inference_mode():
@@ -110,10 +121,14 @@ def pool(gpu) -> ArenaKVPool:
     )
 
 
-def test_compression_and_compressing_again(pool):
-    knob = {"budget": 64, "recompress_every": 16}
+@pytest.fixture
+def rows(gpu) -> SimpleNamespace:
     table = torch.zeros(3, CONTEXT, dtype=torch.int32, device="cuda")
-    rows = SimpleNamespace(size=2, device="cuda", req_to_token=table)
+    return SimpleNamespace(size=2, device="cuda", req_to_token=table)
+
+
+def test_compression_and_compressing_again(pool, rows):
+    knob = {"budget": 64, "recompress_every": 16}
     segments = pool.bind(rows)
     cache = SimpleNamespace(
         pool=pool,
@@ -134,3 +149,41 @@ def test_compression_and_compressing_again(pool):
     req.kv_committed_len = N + 24
     assert continual.recompress(cache, req, parse(knob))
     assert req.kvc_report["decode"]["recompressed"] == 1
+
+
+@pytest.mark.parametrize("counted", [False, True])
+@pytest.mark.parametrize("chunk", [(0, 150), (150, 50), None], ids=["first", "last", "decode"])
+def test_a_forward(pool, rows, tmp_path, chunk, counted):
+    """Prefill of a prompt that will be compressed, beside another; or a decode step of both."""
+    runner = SimpleNamespace(
+        token_to_kv_pool=pool,
+        req_to_token_pool=rows,
+        server_args=SimpleNamespace(model_path=str(tmp_path)),
+    )
+    backend = triton_backend.TritonAttentionBackend(runner)
+    if counted:
+        pool.segments.count(ROW)
+    spec = parse({"rate": 4, "min_tokens": 0})
+    pool.plans[ROW] = Plan(spec, list(range(N)), PAGE, LAYERS)
+    pool.prefilling = [] if chunk is None else [ROW, 2]
+    before, new = ([N, 9], [1, 1]) if chunk is None else ([chunk[0], 0], [chunk[1], 5])
+    tokens, on_gpu = sum(new), {"device": "cuda"}
+    batch = SimpleNamespace(
+        forward_mode=ForwardMode.DECODE if chunk is None else ForwardMode.EXTEND,
+        req_pool_indices=torch.zeros(2, dtype=torch.int64, **on_gpu),
+        seq_lens=torch.zeros(2, dtype=torch.int64, **on_gpu),
+        extend_seq_lens=torch.zeros(2, dtype=torch.int32, **on_gpu),
+        extend_seq_lens_cpu=new,
+        extend_prefix_lens_cpu=before,
+        out_cache_loc=torch.zeros(tokens, dtype=torch.int64, **on_gpu),
+    )
+    backend.init_forward_metadata(batch)
+    widths = HEADS * GROUP * DIM, HEADS * DIM, HEADS * DIM
+    q, k, v = (torch.rand(tokens, width, dtype=torch.bfloat16, **on_gpu) for width in widths)
+    forward = backend.forward_decode if chunk is None else backend.forward_extend
+    for index in range(LAYERS):
+        layer = RadixAttention(HEADS * GROUP, DIM, 0.25, num_kv_heads=HEADS, layer_id=index)
+        out = forward(q, k, v, layer, batch)
+        assert out.shape == q.shape
+        assert out.is_cuda
+    assert all(scores is not None for scores in pool.plans[ROW]._scores) == (chunk == (150, 50))
