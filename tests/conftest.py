@@ -27,3 +27,12 @@ if DEVICE == "cpu":
 @pytest.fixture
 def device() -> str:
     return DEVICE
+
+
+@pytest.fixture
+def kernels(device, monkeypatch) -> None:
+    """FlashInfer on a GPU; its emulation elsewhere."""
+    if device == "cpu":
+        from tests.kernels.gpu import emulated
+
+        emulated.install(monkeypatch)

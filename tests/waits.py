@@ -7,9 +7,11 @@ import contextlib
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from sgl_kvc.cache.radix import CompressingRadixCache
+
 
 @contextlib.contextmanager
-def waiting_fails(on_gpu: bool):
+def waiting_fails(*, on_gpu: bool):
     """Error where the host waits for the device, or on a CPU would wait were there one."""
     if not on_gpu:
         with Waits():
@@ -36,3 +38,12 @@ class Waits(TorchDispatchMode):
         if asks:
             raise AssertionError(f"{func} waits for the device")
         return func(*args, **kwargs)
+
+
+class UnwaitingCache(CompressingRadixCache):
+    """Fails where compression would wait for the device; see `waiting_fails`."""
+
+    @contextlib.contextmanager
+    def behind_forward(self, *used):
+        with super().behind_forward(*used), waiting_fails(on_gpu=self.pool.arena_k.is_cuda):
+            yield

@@ -40,22 +40,23 @@ def create(model_runner: ModelRunner) -> KvcAttentionBackend:
     chosen = os.environ.get(VARIABLE, "auto")
     if chosen not in CHOICES:
         raise UnsupportedError(f"{VARIABLE}={chosen}: must be one of {', '.join(CHOICES)}")
-    on_gpu, decode = model_runner.device == "cuda", chosen
-    if chosen == "auto" and on_gpu:
-        decode = FASTEST.get(torch.cuda.get_device_capability(), "triton")
-    elif chosen == "auto":
-        decode = "triton" if interpreted() else "torch"
-    logger.info("attention over segment and tail runs in %s", decode)
-    if decode == "torch":
+    on_gpu = model_runner.device == "cuda"
+    if chosen == "auto" and not on_gpu:
+        chosen = "triton" if interpreted() else "torch"
+    kernels = None if chosen == "triton" else chosen
+    if chosen == "auto":
+        kernels = FASTEST.get(torch.cuda.get_device_capability())
+    logger.info("attention over segment and tail runs in %s", kernels or "triton")
+    if chosen == "torch":
         from sgl_kvc.attention.torch_backend import TorchAttentionBackend
 
         return TorchAttentionBackend(model_runner)
-    if decode == "triton" and (chosen == "triton" or not on_gpu):
+    if chosen == "triton":
         from sgl_kvc.attention.triton_backend import TritonAttentionBackend
 
         return TritonAttentionBackend(model_runner)
     if not on_gpu:
-        raise UnsupportedError(f"--kvc-decode {decode} needs a GPU")
+        raise UnsupportedError(f"--kvc-decode {chosen} needs a GPU")
     from sgl_kvc.attention.flashinfer_backend import FlashInferAttentionBackend
 
-    return FlashInferAttentionBackend(model_runner, None if decode == "triton" else decode)
+    return FlashInferAttentionBackend(model_runner, kernels)

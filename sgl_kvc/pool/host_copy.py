@@ -16,7 +16,9 @@ class HostCopy:
     def __init__(self, tensor: torch.Tensor):
         self._tensor, self._done = tensor, None
         if tensor.is_cuda:
-            self._tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+            self._tensor = torch.empty(
+                tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=True
+            )
             self._tensor.copy_(tensor, non_blocking=True)
             self._done = torch.cuda.Event()
             self._done.record()

@@ -109,4 +109,6 @@ class SegmentTable:
             assert self._begin[row] == begin < end, f"row {row}: F={begin}, S={end}"
             assert begin % page_size == end % page_size == 0, f"row {row}: not block aligned"
             assert int(pages.min()) >= 1, f"row {row}: a head without a page"
+            bounds = [int(pages.min()), int(pages.max())]
+            assert self._pages[row].tolist() == bounds, f"row {row}: pages on the host"
             assert int(pages.sum()) == (end - begin) // page_size * heads, f"row {row}: pages"

@@ -25,10 +25,9 @@ from sglang.srt.server_args import ServerArgs, set_global_server_args_for_schedu
 from sgl_kvc.cache.radix import CompressingRadixCache, spec_of
 from sgl_kvc.platform.allocator import TorchPagedAllocator
 from sgl_kvc.pool.arena import ArenaKVPool
-from sgl_kvc.pool.host_copy import HostCopy
 from sgl_kvc.report import of as report_of
 from tests import tiny_models
-from tests.waits import waiting_fails
+from tests.waits import UnwaitingCache
 
 LAYERS, HEADS, GROUP, DIM, PAGE = 2, 3, 2, 4, 4
 TOKENS = 40 * PAGE
@@ -67,15 +66,6 @@ def kv(tokens: list[int]) -> torch.Tensor:
         prints.append(_PRINTS.setdefault(prefix, len(_PRINTS)))
     index = torch.arange(LAYERS * HEADS * DIM).view(1, LAYERS, HEADS, DIM)
     return torch.tensor(prints, dtype=torch.float32).view(-1, 1, 1, 1) + index / 64
-
-
-class UnwaitingCache(CompressingRadixCache):
-    """Fails where compression would wait for the device; see `waiting_fails`."""
-
-    @contextlib.contextmanager
-    def behind_forward(self, *used):
-        with super().behind_forward(*used), waiting_fails(self.pool.arena_k.is_cuda):
-            yield
 
 
 class Lives(RuleBasedStateMachine):
@@ -427,39 +417,5 @@ def test_compressed_as_soon_as_there_is_room(while_the_question_is_read):
     assert req.kvc_report["skipped"] is None
     assert req.kvc_report["decode"]["recompressed"] >= 1
     lives.accounting()
-    lives.contents()
-    lives.teardown()
-
-
-@pytest.mark.parametrize(
-    "more",
-    [
-        {},
-        {"policy": "snapkv"},
-        {"policy": "ada-kv"},
-        {"policy": "pyramidkv"},
-        {"policy": "cake"},
-        {"recompress_every": 8},
-        {"recompress_every": 8, "policy": "snapkv"},
-    ],
-    ids=lambda more: " ".join(map(str, more.values())) or "kv-compress",
-)
-def test_compression_does_not_wait_for_the_device(more, monkeypatch):
-    """On a CPU with the kernels of a GPU, in Triton's interpreter; on a GPU, `LivesOnGPU` too."""
-    monkeypatch.setenv("TRITON_INTERPRET", "1")
-    numbers = torch.Tensor.tolist  # which no dispatch mode sees
-    monkeypatch.setattr(HostCopy, "tolist", lambda self: numbers(self._tensor))
-    lives = LivesOnGPU() if torch.cuda.is_available() else Lives()
-    lives.cache_class = UnwaitingCache
-    lives.build()
-    knob = {"rate": 3, "min_tokens": 0} | more
-    lives.start(family=0, shared=60, own=0, knob=knob, chunk=0, keep=True)
-    monkeypatch.setattr(torch.Tensor, "tolist", None)
-    lives.decode(which=0, steps=20)
-    monkeypatch.undo()
-    report = lives.live[0].kvc_report
-    assert report["rate_achieved"] == pytest.approx(3, rel=0.2)
-    if "recompress_every" in more:
-        assert report["decode"]["recompressed"] >= 2
     lives.contents()
     lives.teardown()

@@ -25,7 +25,6 @@ from sgl_kvc.cache.plan import Plan
 from sgl_kvc.cache.radix import CompressingRadixCache
 from sgl_kvc.policy.base import ModelFacts
 from sgl_kvc.policy.presets import PRESETS
-from sgl_kvc.pool import host_copy
 from sgl_kvc.pool.arena import ArenaKVPool
 from sgl_kvc.spec import parse
 
@@ -69,7 +68,6 @@ def gpu(monkeypatch):
     monkeypatch.setattr(kvc_kernels.gpu.store, "store", on_the_gpu)
     monkeypatch.setattr(triton_backend, "decode", attention)
     monkeypatch.setattr(triton_backend, "extend", attention)
-    monkeypatch.setattr(host_copy, "HostCopy", Copied)
     monkeypatch.setattr("sgl_kvc.pool.segments.HostCopy", Copied)
     with FakeTensorMode(), torch.inference_mode():
         yield
@@ -93,7 +91,7 @@ def observed(knob: dict) -> Plan:
     with torch.device("cuda"):
         for begin, end in ((0, 150), (150, N)):
             for layer in range(LAYERS):
-                queries, lse = torch.rand(end - begin, HEADS * GROUP, DIM), None
+                queries = torch.rand(end - begin, HEADS * GROUP, DIM)
                 lse = torch.rand(end - begin, HEADS * GROUP)
                 cached = torch.rand(2, end, HEADS, DIM).unbind()
                 plan.observe(layer, queries, end, lambda cached=cached: cached, 0.25, lse)

@@ -1,6 +1,6 @@
 """The backend that hands work to FlashInfer does what the one in Triton does.
 
-Without a GPU FlashInfer is emulated (tests/kernels/gpu/test_flashinfer.py) and Triton interpreted.
+Without a GPU FlashInfer is emulated (tests/kernels/gpu/emulated.py) and Triton interpreted.
 """
 
 from __future__ import annotations
@@ -9,6 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from kvc_kernels.gpu.flashinfer_decode import supported
+from kvc_kernels.gpu.flashinfer_prefill import PrefillPlan
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
@@ -19,8 +21,6 @@ from sgl_kvc.attention.triton_backend import TritonAttentionBackend
 from sgl_kvc.cache.plan import Plan
 from sgl_kvc.pool.arena import ArenaKVPool
 from sgl_kvc.spec import parse
-from tests.kernels.gpu import test_flashinfer
-from tests.kernels.gpu.test_flashinfer import kernels  # noqa: F401
 
 LAYERS, HEADS, GROUP, DIM, PAGE, CONTEXT = 2, 2, 2, 64, 16, 256
 DTYPE = torch.float16
@@ -28,7 +28,7 @@ LAYER = 1
 
 
 @pytest.fixture
-def runner(device, kernels, tmp_path, monkeypatch):  # noqa: F811
+def runner(device, kernels, tmp_path, monkeypatch):
     """As much of SGLang's model runner as a backend asks for; rows 1 and 2 hold nothing yet."""
     if device == "cpu":
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
@@ -96,6 +96,14 @@ def answer(backend, mode: ForwardMode, lens: dict[int, tuple[int, int]]) -> torc
     return forward(q, k, v, layer, given)
 
 
+def skip_unless_supported(kernel: str | None) -> None:
+    """Another GPU may not have what the one that is emulated has."""
+    model = torch.cuda.get_device_capability(), DIM, PAGE, DTYPE, GROUP
+    reason = kernel and supported(kernel, *model)
+    if reason:
+        pytest.skip(reason)
+
+
 def compress(backend, row: int) -> None:
     """Two blocks of segment before position 64, of which the heads have 1, 3, 3 and 1 pages."""
     pages = torch.tensor([1, 3, 3, 1], device=backend.req_to_token.device)
@@ -141,6 +149,7 @@ def test_prompts_are_scored_by_what_flashinfer_tells(runner):
 
 @pytest.mark.parametrize("kernel", [None, "fa2", "xqa"])
 def test_decode(runner, kernel):
+    skip_unless_supported(kernel)
     lens = {1: (70, 1), 2: (20, 1)}
     reference = TritonAttentionBackend(runner)
     compress(reference, 1)
@@ -160,8 +169,8 @@ def test_where_flashinfer_cannot_prefill_triton_does(runner, how, monkeypatch, c
         out, lse = real(self, *args, **kwargs)
         return 1.1 * out, lse
 
-    real = test_flashinfer.PrefillPlan.run
-    monkeypatch.setattr(test_flashinfer.PrefillPlan, "run", broken)
+    real = PrefillPlan.run
+    monkeypatch.setattr(PrefillPlan, "run", broken)
     backend = FlashInferAttentionBackend(runner, None)
     said = "nvcc is not there" if how == "not there" else "not close"
     assert "Triton prefills, not FlashInfer: " in caplog.text
@@ -181,6 +190,7 @@ def test_where_flashinfer_cannot_prefill_triton_does(runner, how, monkeypatch, c
     ],
 )
 def test_what_is_chosen_on_a_gpu(runner, chosen, fastest, kind, kernel, monkeypatch):
+    skip_unless_supported(kernel)
     runner.device = "cuda"  # that of its tensors stays what it is
     monkeypatch.setenv(select.VARIABLE, chosen)
     capability = torch.cuda.get_device_capability()

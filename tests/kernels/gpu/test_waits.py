@@ -28,16 +28,20 @@ def test_launchers(device):
     pages = torch.ones(LAYERS * HEADS, dtype=torch.int64, device=device)
     target = torch.tensor([1], device=device)
     layer_k, layer_v = cache.arena_k[:, 0], cache.arena_v[:, 0]
-    for attempt in ("compiles, which may wait", "does not"):
-        with waiting_fails(query.is_cuda and attempt == "does not"):
-            decode(query, cache, 0, request, seq_len, 1.0, metric=metric, counted=counted)
-            extend(query, cache, 0, request, seq_len, start, 1, 1.0)
-            block_table(cache, 0, request, seq_len, 64)
-            store(layer_k, layer_v, slots, *torch.zeros(2, len(slots), HEADS, 16, device=device))
-            scores = window_attention(query[:2], layer_k, slots, 1.0).repeat(LAYERS, 1)
-            kept = kept_positions(scores, rank_pages(scores, 8), pages, 8, len(pages))
-            compact(cache.arena_k, cache.arena_v, slots, kept, pages, target)
-            move(metric, torch.zeros_like(kept), kept % 8, target)
+
+    def launch() -> None:
+        decode(query, cache, 0, request, seq_len, 1.0, metric=metric, counted=counted)
+        extend(query, cache, 0, request, seq_len, start, 1, 1.0)
+        block_table(cache, 0, request, seq_len, 64)
+        store(layer_k, layer_v, slots, *torch.zeros(2, len(slots), HEADS, 16, device=device))
+        scores = window_attention(query[:2], layer_k, slots, 1.0).repeat(LAYERS, 1)
+        kept = kept_positions(scores, rank_pages(scores, 8), pages, 8, len(pages))
+        compact(cache.arena_k, cache.arena_v, slots, kept, pages, target)
+        move(metric, torch.zeros_like(kept), kept % 8, target)
+
+    launch()  # compiles, which may wait
+    with waiting_fails(on_gpu=query.is_cuda):
+        launch()
 
 
 def test_what_would_wait_is_seen():
