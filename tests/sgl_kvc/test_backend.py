@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -10,6 +11,7 @@ from kvc_kernels.decode import decode
 from kvc_kernels.pages import Rows, head_pages
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sgl_kvc.attention.select import VARIABLE, create
 from sgl_kvc.attention.support import UnsupportedError, check_layer
@@ -25,27 +27,64 @@ def _layer(**options) -> RadixAttention:
     )
 
 
-@pytest.fixture
-def backend(tmp_path) -> TorchAttentionBackend:
+def _backend(folder: Path, dtype: torch.dtype) -> TorchAttentionBackend:
+    """Of an empty pool."""
     pool = ArenaKVPool(
         20 * PAGE,
         page_size=PAGE,
-        dtype=torch.float32,
+        dtype=dtype,
         head_num=HEADS,
         head_dim=DIM,
         layer_num=LAYERS,
         device="cpu",
         enable_memory_saver=False,
     )
-    torch.manual_seed(0)
-    pool.arena_k.normal_()
-    pool.arena_v.normal_()
     runner = SimpleNamespace(
         token_to_kv_pool=pool,
         req_to_token_pool=ReqToTokenPool(3, 64, "cpu", False),
-        server_args=SimpleNamespace(model_path=str(tmp_path)),  # without a head profile
+        server_args=SimpleNamespace(model_path=str(folder)),  # without a head profile
     )
     return TorchAttentionBackend(runner)
+
+
+@pytest.fixture
+def backend(tmp_path) -> TorchAttentionBackend:
+    backend = _backend(tmp_path, torch.float32)
+    torch.manual_seed(0)
+    backend.pool.arena_k.normal_()
+    backend.pool.arena_v.normal_()
+    return backend
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e5m2], ids=str)
+@pytest.mark.parametrize("compressed", [False, True])
+def test_a_cache_in_eight_bits(tmp_path, dtype, compressed):
+    """What is stored is rounded, and nothing else differs from a cache of the rounded numbers."""
+    torch.manual_seed(0)
+    layer, row, stored = _layer(), 1, 6 * PAGE
+    keys, values = torch.randn(2, stored, HEADS, DIM).unbind()
+    queries = torch.randn(3, HEADS * GROUP, DIM)
+    slots = torch.randperm(20)[: stored // PAGE, None] * PAGE + PAGE + torch.arange(PAGE)
+    found = []
+    for backend in (_backend(tmp_path, dtype), _backend(tmp_path, torch.float32)):
+        pool, rounded = backend.pool, [x.to(dtype).float() for x in (keys, values)]
+        pool.set_kv_buffer(layer, slots.flatten(), *rounded)
+        backend.req_to_token[row, :stored] = slots.flatten().int()
+        if compressed:  # positions 8 to 15: two blocks
+            backend.segments.set(row, 2 * PAGE, 4 * PAGE, torch.tensor([1, 3, 2, 4, 1, 1]))
+        batch = SimpleNamespace(
+            forward_mode=ForwardMode.DECODE,
+            req_pool_indices=torch.tensor([row]),
+            seq_lens=torch.tensor([stored]),
+        )
+        backend.init_forward_metadata(batch)
+        out = backend.attend_decode(queries[:1], layer, batch)
+        found.append([out, backend._extend(queries, row, stored, layer)])
+        found[-1] += [x.float() * 2 for x in pool.read(layer.layer_id, slots.flatten())]
+    for got, expected in zip(*found, strict=True):
+        torch.testing.assert_close(got, expected, atol=1e-3, rtol=1e-3)
+    read, _ = _backend(tmp_path, dtype).pool.read(1, slots.flatten())
+    assert (read * 2).dtype == torch.float16, "scorers may compute with it"
 
 
 def test_extend_over_a_compressed_prefix_is_decode(backend):
