@@ -16,85 +16,88 @@ class BlockSize:
     bytes: int
 
 
-def uncompressed(prompt_tokens: int, block: BlockSize, skipped: str | None) -> dict[str, Any]:
-    """The report of a request served uncompressed; `skipped` says why, None if not asked."""
-    blocks = -(-prompt_tokens // block.tokens)
-    kept = {"mean": float(prompt_tokens), "min": prompt_tokens, "max": prompt_tokens}
-    return _report(None, 1.0, prompt_tokens, kept, blocks, blocks, block, skipped)
-
-
-def compressed(
-    policy: str,
-    asked_rate: float | None,
-    prompt_tokens: int,
-    tail_begin: int,
-    segment_blocks: int,
-    block: BlockSize,
-) -> dict[str, Any]:
-    """The report of a compressed request, but for the least and the most that a head kept.
-
-    Parameters
-    ----------
-    asked_rate : None when a budget was asked for.
-    tail_begin : the position S; positions from there on are all kept.
-    """
-    tail = prompt_tokens - tail_begin
-    tail_blocks = -(-tail // block.tokens)
-    kept = {"mean": float(segment_blocks * block.tokens + tail), "min": None, "max": None}
-    before = tail_begin // block.tokens + tail_blocks
-    after = segment_blocks + tail_blocks
-    return _report(policy, asked_rate, prompt_tokens, kept, before, after, block, None)
-
-
 @dataclasses.dataclass(frozen=True)
-class KeptPerHead:
-    """The least and the most that a head keeps, where the host may not know yet.
+class Kept:
+    """KVs that heads keep of a prompt.
 
     Attributes
     ----------
-    pages : the least and the most whole pages of a head.
-    page_size, tail : tokens of a page, and those behind the pages.
+    always : that every head keeps: those before and behind what was compressed.
+    mean : mean KVs of a head, those included.
+    page_bounds : the fewest and the most pages of a head, besides; they may still be on their way
+        from the device. None where all heads keep the same.
     """
 
-    pages: HostCopy
-    page_size: int
-    tail: int
+    always: int
+    mean: int
+    page_bounds: HostCopy | None = None
 
-    def bounds(self) -> dict[str, int]:
-        """``min`` and ``max``; waits for them."""
-        least, most = self.pages.tolist()
-        return {
-            "min": least * self.page_size + self.tail,
-            "max": most * self.page_size + self.tail,
+    def to_json(self, page_size: int) -> dict[str, Any]:
+        """``mean``, ``min`` and ``max``; waits for the bounds."""
+        low, high = (self.mean,) * 2
+        if self.page_bounds is not None:
+            low, high = (self.always + n * page_size for n in self.page_bounds.tolist())
+        return {"mean": float(self.mean), "min": low, "max": high}
+
+
+@dataclasses.dataclass
+class Report:
+    """One request's report. Blocks are those of the prompt.
+
+    Attributes
+    ----------
+    policy, rate : what was asked for; rate is None for a budget, 1 for an uncompressed request.
+    before : blocks the prompt takes uncompressed.
+    own : blocks the request holds by itself.
+    shared : canonical blocks that it reads and other requests may read too.
+    skipped : why it was not compressed; None if it was, or was not to be.
+    recompressed : times it was compressed again while decoding; None if that was not asked for.
+    kept_per_head_peak : the most KVs a head held on average meanwhile.
+    """
+
+    prompt_tokens: int
+    block: BlockSize
+    kept: Kept
+    before: int
+    own: int
+    shared: int = 0
+    policy: str | None = None
+    rate: float | None = 1.0
+    skipped: str | None = None
+    recompressed: int | None = None
+    kept_per_head_peak: int = 0
+
+    @classmethod
+    def uncompressed(
+        cls, prompt_tokens: int, block: BlockSize, skipped: str | None = None
+    ) -> Report:
+        """Of a request that holds its whole prompt."""
+        blocks = -(-prompt_tokens // block.tokens)
+        kept = Kept(prompt_tokens, prompt_tokens)
+        return cls(prompt_tokens, block, kept, blocks, blocks, skipped=skipped)
+
+    def note_peak(self, kept: int) -> None:
+        """Update the peak of mean KVs per head; call just before KVs are freed."""
+        self.recompressed = self.recompressed or 0
+        self.kept_per_head_peak = max(self.kept_per_head_peak, kept)
+
+    def to_json(self) -> dict[str, Any]:
+        """The whole report; waits for numbers that are on their way from the device."""
+        kept = self.kept.to_json(self.block.tokens)
+        blocks = {"before": self.before, "after": self.own, "shared": self.shared}
+        found: dict[str, Any] = {
+            "policy": self.policy,
+            "rate": self.rate,
+            "rate_achieved": round(self.prompt_tokens / kept["mean"], 3) if kept["mean"] else 1.0,
+            "prompt_tokens": self.prompt_tokens,
+            "kept_per_head": kept,
+            "blocks": blocks,
+            "bytes": {name: count * self.block.bytes for name, count in blocks.items()},
+            "skipped": self.skipped,
         }
-
-
-def of(req) -> dict[str, Any] | None:
-    """The whole report of an SGLang request, None if it has none yet."""
-    report, kept = getattr(req, "kvc_report", None), getattr(req, "kvc_kept", None)
-    if kept is not None:
-        req.kvc_kept = None
-        report["kept_per_head"] |= kept.bounds()
-    return report
-
-
-def _report(
-    policy: str | None,
-    rate: float | None,
-    prompt_tokens: int,
-    kept: dict[str, Any],
-    before: int,
-    after: int,
-    block: BlockSize,
-    skipped: str | None,
-) -> dict[str, Any]:
-    return {
-        "policy": policy,
-        "rate": rate,
-        "rate_achieved": round(prompt_tokens / kept["mean"], 3) if kept["mean"] else 1.0,
-        "prompt_tokens": prompt_tokens,
-        "kept_per_head": kept,
-        "blocks": {"before": before, "after": after},
-        "bytes": {"before": before * block.bytes, "after": after * block.bytes},
-        "skipped": skipped,
-    }
+        if self.recompressed is not None:
+            found["decode"] = {
+                "recompressed": self.recompressed,
+                "kept_per_head_peak": self.kept_per_head_peak,
+            }
+        return found

@@ -14,8 +14,8 @@ from kvc_kernels.gpu.flashinfer_decode import DecodePlan, supported
 from kvc_kernels.gpu.flashinfer_prefill import PrefillPlan, try_out
 from sglang.srt.layers.radix_attention import RadixAttention
 
+from sgl_kvc.attention.backend import KvcAttentionBackend, requests_of
 from sgl_kvc.attention.support import UnsupportedError
-from sgl_kvc.attention.triton_backend import TritonAttentionBackend
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 _WORKSPACE_BYTES = 128 << 20
 
 
-class FlashInferAttentionBackend(TritonAttentionBackend):
-    """`TritonAttentionBackend` with FlashInfer where it can take over.
+class FlashInferAttentionBackend(KvcAttentionBackend):
+    """`KvcAttentionBackend` with FlashInfer where it can take over.
 
     Prefill is tried out once: where FlashInfer cannot be compiled or does not agree with Triton,
     Triton does it.
@@ -100,17 +100,14 @@ class FlashInferAttentionBackend(TritonAttentionBackend):
         if forward_batch.forward_mode.is_decode_or_idle():
             self._plan_decode(forward_batch)
             return
-        rows, new = self.pool.prefilling, forward_batch.extend_seq_lens_cpu
-        whole = len(rows) == len(new)  # not mixed with decode steps, whose rows are not known here
-        self._prefill = None
-        if whole and not any(self.segments.begin(row) is not None for row in rows):
-            self._prefill = self._prefills
+        compressed = any(each is not None and each.segment for each in requests_of(forward_batch))
+        self._prefill = None if compressed else self._prefills
         if self._prefill is not None:
             self._prefill.plan(
                 self.req_to_token,
                 forward_batch.req_pool_indices,
                 list(forward_batch.extend_prefix_lens_cpu),
-                list(new),
+                list(forward_batch.extend_seq_lens_cpu),
             )
 
     def init_forward_metadata_out_graph(
@@ -144,11 +141,11 @@ class FlashInferAttentionBackend(TritonAttentionBackend):
     def attend_decode(
         self, query: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch
     ) -> torch.Tensor:
-        if self.kernels is None or self.segments.counts():
+        if self.kernels is None or self.spans.tracks_attention():
             return super().attend_decode(query, layer, forward_batch)
         return self._decode.run(layer.layer_id - self.pool.start_layer, query)
 
-    def attend_chunk(
+    def attend_extend(
         self,
         query: torch.Tensor,
         k: torch.Tensor,
@@ -157,7 +154,7 @@ class FlashInferAttentionBackend(TritonAttentionBackend):
         forward_batch: ForwardBatch,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if self._prefill is None:
-            return super().attend_chunk(query, k, v, layer, forward_batch)
+            return super().attend_extend(query, k, v, layer, forward_batch)
         return self._prefill.run(
             layer.layer_id - self.pool.start_layer,
             query,
@@ -165,7 +162,7 @@ class FlashInferAttentionBackend(TritonAttentionBackend):
             v.view(-1, layer.tp_v_head_num, layer.v_head_dim),
             self.cache.arena_k,
             self.cache.arena_v,
-            bool(self._chunk.spans),
+            any(each is not None and each.scores for each in requests_of(forward_batch)),
         )
 
     def _bytes(self) -> torch.Tensor:

@@ -1,9 +1,10 @@
-"""Which attention runs: by the device, or as SGL_KVC_DECODE says (`--kvc-decode`)."""
+"""Which attention serves: by the device, or as SGL_KVC_DECODE says (`--kvc-decode`)."""
 
 from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,17 +15,41 @@ from sgl_kvc.attention.support import UnsupportedError
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner
 
-    from sgl_kvc.attention.base import KvcAttentionBackend
+    from sgl_kvc.attention.backend import KvcAttentionBackend
 
 logger = logging.getLogger(__name__)
 
-#: What ``--kvc-decode`` takes; it travels to SGLang's processes in this variable.
+#: `--kvc-decode` travels to SGLang's processes in this variable.
 VARIABLE = "SGL_KVC_DECODE"
-CHOICES = ("auto", "torch", "triton", "fa2", "xqa", "trtllm")
 
-#: What measured fastest, by compute capability (bench.gpu, part bandwidth); Triton where nothing
-#: is known. No GPU has been measured yet (docs/gpu.md).
+#: The fastest decode kernel measured, by compute capability (bench.gpu, part bandwidth); Triton
+#: where nothing is known. No GPU has been measured yet (docs/gpu.md).
 FASTEST: dict[tuple[int, int], str] = {}
+
+
+def _own(model_runner: ModelRunner, _decode: str) -> KvcAttentionBackend:
+    """Our kernels alone: torch's on a CPU, Triton's on a GPU or in its interpreter."""
+    from sgl_kvc.attention.backend import KvcAttentionBackend
+
+    return KvcAttentionBackend(model_runner)
+
+
+def _flashinfer(model_runner: ModelRunner, decode: str) -> KvcAttentionBackend:
+    """FlashInfer for prefill, and for decode where that is not "triton"."""
+    from sgl_kvc.attention.flashinfer_backend import FlashInferAttentionBackend
+
+    return FlashInferAttentionBackend(model_runner, None if decode == "triton" else decode)
+
+
+#: By name what `--kvc-decode` may ask for, and where it runs.
+_BACKENDS: dict[str, tuple[Callable[[ModelRunner, str], KvcAttentionBackend], str]] = {
+    "torch": (_own, "cpu"),
+    "triton": (_own, "any"),
+    "fa2": (_flashinfer, "gpu"),
+    "xqa": (_flashinfer, "gpu"),
+    "trtllm": (_flashinfer, "gpu"),
+}
+CHOICES = ("auto", *_BACKENDS)
 
 
 def create(model_runner: ModelRunner) -> KvcAttentionBackend:
@@ -41,22 +66,18 @@ def create(model_runner: ModelRunner) -> KvcAttentionBackend:
     if chosen not in CHOICES:
         raise UnsupportedError(f"{VARIABLE}={chosen}: must be one of {', '.join(CHOICES)}")
     on_gpu = model_runner.device == "cuda"
-    if chosen == "auto" and not on_gpu:
-        chosen = "triton" if interpreted() else "torch"
-    kernels = None if chosen == "triton" else chosen
-    if chosen == "auto":
-        kernels = FASTEST.get(torch.cuda.get_device_capability())
-    logger.info("attention over segment and tail runs in %s", kernels or "triton")
-    if chosen == "torch":
-        from sgl_kvc.attention.torch_backend import TorchAttentionBackend
-
-        return TorchAttentionBackend(model_runner)
-    if chosen == "triton":
-        from sgl_kvc.attention.triton_backend import TritonAttentionBackend
-
-        return TritonAttentionBackend(model_runner)
-    if not on_gpu:
-        raise UnsupportedError(f"--kvc-decode {chosen} needs a GPU")
-    from sgl_kvc.attention.flashinfer_backend import FlashInferAttentionBackend
-
-    return FlashInferAttentionBackend(model_runner, kernels)
+    if chosen != "auto":
+        decode, (make, where) = chosen, _BACKENDS[chosen]
+    elif on_gpu:
+        decode = FASTEST.get(torch.cuda.get_device_capability(), "triton")
+        make, where = _flashinfer, "gpu"
+    else:
+        decode = "triton" if interpreted() else "torch"
+        make, where = _BACKENDS[decode]
+    if where not in ("any", "gpu" if on_gpu else "cpu"):
+        needs = "a GPU" if where == "gpu" else "a CPU"
+        raise UnsupportedError(f"--kvc-decode {chosen} needs {needs}")
+    if decode == "triton" and not on_gpu and not interpreted():
+        raise UnsupportedError("--kvc-decode triton needs a GPU, or Triton's interpreter")
+    logger.info("decode kernel over the spans of the KV cache: %s", decode)
+    return make(model_runner, decode)

@@ -1,7 +1,7 @@
 """Compression that goes on while a request decodes (arXiv 2410.00161, eq. 20).
 
 The metric of a KV is its score from prefill plus the squared attention that every decode step
-since gave it; the attention backend adds it up in ``pool.metric``.
+since gave it; attention adds it up in ``pool.metric``.
 """
 
 from __future__ import annotations
@@ -10,124 +10,126 @@ from typing import TYPE_CHECKING
 
 import torch
 from kvc_kernels.compact import move
+from kvc_kernels.pages import page_ids
 
+from sgl_kvc.cache.request import Request
 from sgl_kvc.policy.selection import Selection, select
-from sgl_kvc.spec import CompressionSpec
+from sgl_kvc.pool.arena import ArenaKVPool
+from sgl_kvc.pool.segment import Segment
 
 if TYPE_CHECKING:
-    from sgl_kvc.cache.plan import Plan
+    from sglang.srt.managers.schedule_batch import Req
+
     from sgl_kvc.cache.radix import CompressingRadixCache
-    from sgl_kvc.pool.arena import ArenaKVPool
 
 
 def start_metric(
     pool: ArenaKVPool,
-    plan: Plan,
+    request: Request,
     selection: Selection,
-    target_blocks: torch.Tensor,
-    tail: torch.Tensor,
+    segment: Segment,
+    row_slots: torch.Tensor,
 ) -> None:
-    """Begin with the prompt's scores: of what was kept, and of the tail.
+    """Begin with the prompt's scores: of what was kept, and of what was scored behind it.
 
     Parameters
     ----------
-    target_blocks : int64 [n], the segment's.
-    tail : int64 [scored - S], slots of what was scored behind S.
+    row_slots : integer [n], the request's row of ``req_to_token``.
     """
-    scores, page = plan.scores(), pool.page_size
+    assert request.scores is not None
+    assert request.extent is not None
+    scores, page, extent = request.scores.scores(), pool.page_size, request.extent
     layers, heads, _ = scores.shape
-    head = torch.repeat_interleave(
-        torch.arange(layers * heads, device=scores.device),
-        selection.pages * page,
-        output_size=len(selection.positions),
-    )
+    head = _owners(selection, page)
     kept = scores.flatten(0, 1)[head, selection.positions]
-    pool.metric[target_blocks] = kept.view(-1, layers, heads, page)
-    pool.metric[tail // page, :, :, tail % page] = scores[..., plan.tail_begin :].permute(2, 0, 1)
+    pool.metric[segment.slots[::page] // page] = kept.view(-1, layers, heads, page)
+    tail = row_slots[extent.end : extent.scored].long()
+    pool.metric[tail // page, :, :, tail % page] = scores[..., extent.end :].permute(2, 0, 1)
 
 
-def recompress(cache: CompressingRadixCache, req, spec: CompressionSpec) -> bool:
+def recompress(cache: CompressingRadixCache, req: Req) -> bool:
     """Compress segment and the tail's whole blocks to a new segment, if enough was decoded.
+
+    ::
+
+        before   [ the tree's )[ released )[ segment )[ tail . . . . . . . . )
+                 0            begin        F         S             end      length
+        after    [ the tree's )[ released . . . )[ new segment )[ new tail . )
+                 0            begin             F'            S' = end      length
 
     Returns
     -------
     done : False when it is too early, or when there are no free blocks to compress into; there
         may be at a later step.
     """
-    pool, row, page = cache.pool, req.req_pool_idx, cache.page_size
-    length, segments = req.kv_committed_len, pool.segments
-    begin, tail, end = segments.begin(row) or 0, segments.tail(row), length // page * page
-    blocks = spec.blocks_for(end // page, page)
-    if end - tail < max(page, spec.recompress_every) or blocks * page >= end - begin:
+    request, pool, page = Request.of(req), cache.pool, cache.page_size
+    spec, segment, report = request.spec, request.segment, request.report
+    assert segment is not None
+    assert report is not None
+    length = req.kv_committed_len
+    end = length // page * page
+    blocks = spec.blocks_for((end - segment.begin) // page, page)
+    held = end - segment.row_begin
+    if end - segment.end < max(page, spec.recompress_every) or blocks * page >= held:
         return False
-    note_peak(req, length - begin)
-    segment = cache.allocate(blocks * page)
-    if segment is None:
+    report.note_peak(length - segment.row_begin + segment.begin)
+    slots = cache.allocate(blocks * page)
+    if slots is None:
         return False
-    slots = cache.req_to_token_pool.req_to_token[row]
-    old, new_begin = slots[begin:end].clone(), end - blocks * page
-    with cache.behind_forward(segment):
-        held, first = _held_pages(pool, cache.req_to_token_pool.req_to_token, row, end)
-        before = torch.arange(held.shape[1], device=held.device) < first[:, None]
-        scores = pool.metric.flatten(0, 2)[held].masked_fill_(before[..., None], -torch.inf)
+    old = cache.req_to_token_pool.req_to_token[req.req_pool_idx, segment.row_begin : end].clone()
+    with cache.behind_forward(slots):
+        pages, first = _held_pages(pool, req.req_pool_idx, segment, end)
+        before = torch.arange(pages.shape[1], device=pages.device) < first[:, None]
+        scores = pool.metric.flatten(0, 2)[pages].masked_fill_(before[..., None], -torch.inf)
         selection = select(
             scores.view(pool.layer_num, pool.head_num, -1),
             spec,
             blocks,
             page,
             tail=length - end,
+            before=segment.begin,
             first=first * page,
             facts=pool.facts,
         )
-        head = torch.repeat_interleave(
-            torch.arange(len(held), device=held.device),
-            selection.pages * page,
-            output_size=len(selection.positions),
-        )
-        source, offset = held[head, selection.positions // page], selection.positions % page
+        head = _owners(selection, page)
+        source, offset = pages[head, selection.positions // page], selection.positions % page
         for arena in (pool.arena_k, pool.arena_v, pool.metric):
-            move(arena, source, offset, segment[::page] // page)
-        slots[begin:new_begin] = 0
-        slots[new_begin:end] = segment.to(slots.dtype)
-        segments.set(row, new_begin, end, selection.pages)
-    cache.token_to_kv_pool_allocator.free_segment(old, start_pos=begin)
-    req.cache_protected_len = new_begin
-    req.kvc_report["decode"]["recompressed"] += 1
+            move(arena, source, offset, slots[::page] // page)
+        new = Segment(segment.begin, end, slots, selection.pages, page, spec)
+        cache.point_row(req, new)
+    cache.token_to_kv_pool_allocator.free_segment(old, start_pos=segment.row_begin)
+    req.cache_protected_len = new.row_begin
+    request.segment = new
+    report.recompressed = (report.recompressed or 0) + 1
     return True
 
 
-def note_peak(req, kept: int) -> None:
-    """Report the most KVs a head held on average; call it when a request holds most."""
-    decode = req.kvc_report.setdefault("decode", {"recompressed": 0, "kept_per_head_peak": 0})
-    decode["kept_per_head_peak"] = max(decode["kept_per_head_peak"], kept)
+def _owners(selection: Selection, page_size: int) -> torch.Tensor:
+    """The head of every selected KV: int64 [n]. Nothing waits, for their number is known."""
+    pages = selection.pages
+    heads = torch.arange(len(pages), device=pages.device)
+    return torch.repeat_interleave(
+        heads, pages * page_size, output_size=len(selection.positions)
+    )
 
 
 def _held_pages(
-    pool: ArenaKVPool, req_to_token: torch.Tensor, row: int, end: int
+    pool: ArenaKVPool, row: int, segment: Segment, end: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The full pages of every head of a row up to `end`, at the end of a rectangle.
+    """The full pages of every head of a row behind ``segment.begin`` and up to `end`.
 
-    By the addressing rule of `kvc_kernels.pages`, without asking the device.
+    They stand at the end of a rectangle, since heads hold different numbers.
 
     Returns
     -------
     pages : int64 [L * H, C], page ids in the arena's flat view; 0 before `first`.
     first : int64 [L * H], where each head's pages begin.
     """
-    segments, page = pool.segments, pool.page_size
-    begin, tail = segments.begin(row) or 0, segments.tail(row)
-    tail_blocks = (end - tail) // page
-    pages, start = segments.pages(row), segments.page_start[row]
-    most = pages.tolist()[1] if pages else 0  # there since the step that compressed
-    in_segment, per_block = start.diff(), len(start) - 1
-    first = most - in_segment
-    nth = torch.arange(most + tail_blocks, device=start.device) - first[:, None]
-    in_tail = nth - in_segment[:, None]
-    segment_page = start[:-1, None] + nth
-    position = torch.where(
-        in_tail < 0, begin + segment_page // per_block * page, tail + in_tail * page
-    )
-    head = torch.arange(per_block, device=start.device)[:, None]
-    index = torch.where(in_tail < 0, segment_page % per_block, head)
-    block = req_to_token[row][position.clamp(min=0)].long() // page
-    return torch.where(nth >= 0, block * per_block + index, 0), first
+    tail_blocks = (end - segment.end) // pool.page_size
+    most = segment.page_bounds.tolist()[1]  # there since the step that compressed
+    first = most - segment.pages
+    nth = torch.arange(most + tail_blocks, device=first.device) - first[:, None]
+    shared = segment.begin // pool.page_size
+    head = torch.arange(len(first), device=first.device)[:, None]
+    ids = page_ids(pool.cache, row, head, shared + nth.clamp(min=0))
+    return torch.where(nth >= 0, ids, 0), first

@@ -3,33 +3,44 @@
 A prompt is inserted into the tree as always. Then, if its request asked for it, the KVs
 worth keeping are copied into blocks the request owns, and the request lets go of the tree:
 blocks in the tree are never modified, so sharing stays safe.
+
+What a request's row of ``req_to_token`` holds, by position::
+
+    before          [ the tree's, locked  . . . . . . . . . . . . . )[ its own )
+                    0                                               S          length
+    compressed      [ the tree's, locked )[ 0: released )[ segment )[ its own )
+                    0                    begin           F          S          length
 """
 
 from __future__ import annotations
 
 import contextlib
-import hashlib
-import logging
-from array import array
-from collections.abc import Iterator
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
 
 import torch
-from kvc_kernels.compact import compact
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.common import evict_from_tree_cache, maybe_cache_unfinished_req
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
-from sgl_kvc import report
 from sgl_kvc.cache import continual
-from sgl_kvc.cache.memory import StateMemory
-from sgl_kvc.cache.plan import Plan
-from sgl_kvc.policy.base import ModelFacts
-from sgl_kvc.policy.catalog import methods
+from sgl_kvc.cache.compaction import compact_prompt, empty_segment
+from sgl_kvc.cache.request import Request
+from sgl_kvc.cache.sharing import Sharing
+from sgl_kvc.cache.states import StateCache
+from sgl_kvc.policy.scores import PromptScores
 from sgl_kvc.pool.arena import ArenaKVPool
-from sgl_kvc.spec import CUSTOM_PARAM, CompressionSpec, parse
+from sgl_kvc.pool.segment import Segment
+from sgl_kvc.report import BlockSize, Kept, Report
+from sgl_kvc.spec import Extent
 
-logger = logging.getLogger(__name__)
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+_ENDED_EARLY = "the request ended before its first token was decoded"
+_NO_ROOM = "no free blocks to compress into"
 
 
 class CompressingRadixCache(RadixCache):
@@ -37,9 +48,8 @@ class CompressingRadixCache(RadixCache):
 
     Attributes
     ----------
-    memory : what scorers that look at every query saw of earlier prompts.
-    plans : prompts being prefilled that will be compressed, by request row. The attention
-        backend lets them look at every chunk.
+    states : what scorers that look at every query saw of earlier prompts.
+    sharing : which requests hold the same blocks.
     stream : the CUDA stream that forwards run in, where it is not the scheduler's own.
     """
 
@@ -47,134 +57,124 @@ class CompressingRadixCache(RadixCache):
 
     def __init__(self, params: CacheInitParams):
         self.pool: ArenaKVPool = params.token_to_kv_pool_allocator.get_kvcache()
-        self.plans: dict[int, Plan] = self.pool.plans
-        self.memory = StateMemory()
-        self.block = report.BlockSize(params.page_size, self.pool.block_bytes)
+        arenas = self.pool.arena_k, self.pool.arena_v
+        self.states = StateCache.for_pool(sum(arena.nbytes for arena in arenas))
+        self.sharing = Sharing()
+        self.block = BlockSize(params.page_size, self.pool.block_bytes)
         self._released = False
+        self._promised = 0  # tokens that the next decode step will take
         super().__init__(params)
 
     def reset(self) -> None:
         """Forget the tree and every request's compression state."""
         super().reset()
-        self.plans.clear()
-        self.memory.clear()
-        self.pool.segments.reset()
+        self.states.clear()
+        self.sharing.clear()
+        self.pool.spans.reset()
 
     # ------------------------------------------------------------------ a request's life
 
-    def plan_request(self, req) -> None:
-        """Decide, before a chunk of `req` is prefilled, whether it will be compressed.
+    def begin_prefill(self, req: Req) -> None:
+        """Before a chunk of `req` is prefilled: decide whether it will be compressed.
 
-        Sets ``req.kvc_report`` and, if it will be, ``plans[req.req_pool_idx]``.
+        Sets the report and, if it will be, the scores, which attention then feeds.
         """
-        row = req.req_pool_idx
-        if row in self.plans or self.pool.segments.begin(row) is not None:
+        request = Request.of(req)
+        request.row = req.req_pool_idx
+        if request.scores is not None or request.segment is not None:
             return  # a later chunk of the same prompt
-        spec, tokens = spec_of(req), compressible(req)
-        skipped = None if spec.off else self._reason_to_skip(req, spec, len(tokens))
-        if not spec.off and skipped is None:
-            self.plans[row] = Plan(
-                spec,
-                tokens,
-                self.page_size,
-                self.pool.layer_num,
-                self.pool.facts,
-                getattr(req, "kvc_states", None),
+        extent, tokens = self._extent(req), request.prompt(req)
+        self.sharing.add(request, tokens, req.extra_key, self.page_size)
+        skipped = request.unusable or extent.skipped
+        if extent.compressed:
+            skipped = _ENDED_EARLY
+        request.report = Report.uncompressed(len(tokens), self.block, skipped)
+        if extent.compressed and not extent.end:
+            self._install(req, empty_segment(self.pool, request))
+        elif extent.compressed and extent.segment_blocks:
+            known = self._known_states(req)
+            layers, facts = self.pool.layer_num, self.pool.facts
+            request.scores = PromptScores(
+                request.spec, extent, tokens, self.page_size, layers, facts, known
             )
-            skipped = "the request ended before its first token was decoded"
-        req.kvc_kept = None
-        req.kvc_report = report.uncompressed(len(tokens), self.block, skipped)
 
-    def room_before_question(self, req) -> int | None:
-        """Tokens of `req` to be prefilled before it is compressed and its question read.
+    def room_before_cut(self, req: Req) -> int | None:
+        """Tokens of `req` to be prefilled before it is compressed and the rest of it is read.
 
-        None where a chunk need not stop: no question apart, or compressed already.
+        None where a chunk need not stop: nothing is read after compression, or it is compressed.
         """
-        spec = spec_of(req)
-        if spec.off or not spec.question_tokens:
+        extent = self._extent(req)
+        if extent.cut is None or not extent.compressed:
             return None
-        tokens = len(compressible(req))
-        if self._reason_to_skip(req, spec, tokens) is not None:
-            return None
-        room = spec.whole_blocks(tokens, self.page_size) * self.page_size
-        room -= len(req.prefix_indices)
+        room = extent.cut - len(req.prefix_indices)
         return room if room > 0 else None
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         """Match at most the prompt minus the window when the request will be compressed.
 
         The queries its scores need have to be computed, and a request's result must not
-        depend on what others left in the cache. A scorer that looks at every query forbids any
-        match, unless it is remembered what it saw of this prompt.
+        depend on what others left in the cache. A scorer that looks at every query takes nothing
+        from the cache, unless it is remembered what it saw of this prompt.
         """
         req = params.req
         if req is not None:
-            spec, key = spec_of(req), params.key
-            tokens = len(compressible(req))
-            if not spec.off and spec.reason_to_skip(tokens, self.page_size) is None:
-                if spec.question_tokens:
-                    tokens = spec.whole_blocks(tokens, self.page_size) * self.page_size
-                limit = max(0, min(len(key), tokens - spec.window))
-                if spec.all_queries:
-                    req.kvc_states = self.memory.get(self._memory_key(req))
-                    limit = limit if req.kvc_states else 0
+            extent, key = self._extent(req), params.key
+            if extent.compressed:
+                known = Request.of(req).spec.all_queries and self._known_states(req) is not None
+                limit = extent.match_limit_with_states if known else extent.match_limit
+                limit = min(len(key), limit)
                 params.key = RadixKey(key.token_ids, key.extra_key, key.is_bigram, limit)
         return super().match_prefix(params)
 
-    def cache_unfinished_req(self, req, chunked: bool = False) -> None:
+    def cache_unfinished_req(self, req: Req, chunked: bool = False) -> None:
         """Insert what was prefilled into the tree; compress after the last chunk.
 
         The last chunk of what is compressed: a question may follow. What follows is the
         request's own and stays out of the tree, whose prefixes are not compressed.
         """
-        row, done = req.req_pool_idx, len(req.get_fill_ids())
-        if self.pool.segments.begin(row) is not None:
-            req.prefix_indices = self._row(row, done)
+        request, done = Request.of(req), len(req.get_fill_ids())
+        if request.segment is not None:
+            req.prefix_indices = self._row_slots(req)[:done].to(torch.int64, copy=True)
             return
-        plan = self.plans.get(row)
-        if plan is None or len(req.prefix_indices) < plan.scored:
+        extent = request.extent
+        due = extent is not None and extent.compressed and done >= extent.scored
+        if not due or len(req.prefix_indices) < extent.scored:
             super().cache_unfinished_req(req, chunked=chunked)
-        if plan is not None and done >= plan.scored:
-            self._compress(req, plan)
-            req.prefix_indices = self._row(row, done)
-        elif not chunked and plan is None and done < self.page_size and self._goes_on(req):
-            with self.behind_forward():
-                self.pool.segments.count(row)
-                self.pool.reset_metric(self._row(row, done))
+        if due:
+            self._remember_states(req)
+            self._compress(req)
+            req.prefix_indices = self._row_slots(req)[:done].to(torch.int64, copy=True)
 
     def cache_finished_req(
-        self, req, is_insert: bool = True, *, kv_len_to_handle: int
+        self, req: Req, is_insert: bool = True, *, kv_len_to_handle: int
     ) -> None:
-        """Release a finished, aborted or retracted request's KVs."""
-        row = req.req_pool_idx
-        self.plans.pop(row, None)
-        begin = self.pool.segments.begin(row)
-        if self.pool.segments.counts(row):
-            continual.note_peak(req, kv_len_to_handle - (begin or 0))
-        if begin is None:
-            self.pool.segments.clear(row)
+        """Release a finished, aborted or retracted request's KVs.
+
+        ::
+
+            uncompressed   [ inserted into the tree, or freed  . . . . )
+            compressed     [ unlocked )[ nothing )[ freed  . . . . . . )
+                           0        begin        F                     length
+        """
+        request, row = Request.of(req), req.req_pool_idx
+        self._remember_states(req)
+        segment = request.segment
+        if request.report is not None and self.pool.spans.tracks_attention(row):
+            begin = 0 if segment is None else segment.row_begin - segment.begin
+            request.report.note_peak(kv_len_to_handle - begin)
+        self.pool.spans.clear(row)
+        self.sharing.remove(request)
+        request.retract()
+        if segment is None:
             super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
             return
-        owned = self.req_to_token_pool.req_to_token[row, begin:kv_len_to_handle]
-        self.token_to_kv_pool_allocator.free_segment(owned, start_pos=begin)
-        self.pool.segments.clear(row)
-
-    def _memory_key(self, req) -> tuple:
-        """What the states of a scorer with ``observe`` follow from."""
-        key = getattr(req, "kvc_memory_key", None)
-        if key is None or key[0] != len(compressible(req)):
-            spec, tokens = spec_of(req), compressible(req)
-            scored = len(tokens)
-            if spec.question_tokens:
-                scored = spec.whole_blocks(scored, self.page_size) * self.page_size
-            digest = hashlib.blake2b(memoryview(array("q", tokens[:scored]))).digest()
-            parameters = tuple(sorted(spec.parameters.items()))
-            key = (len(tokens), digest, req.extra_key, spec.scorer, parameters, spec.sinks)
-            req.kvc_memory_key = key
-        return key[1:]
-
-    def _row(self, row: int, tokens: int) -> torch.Tensor:
-        return self.req_to_token_pool.req_to_token[row, :tokens].to(torch.int64, copy=True)
+        # All at once: SGLang may want to keep less than was decoded (--strip-thinking-cache) and
+        # would free the rest by position, whatever lies there.
+        end = req.kv.kv_allocated_len
+        owned = self._row_slots(req)[segment.row_begin : end]
+        self.token_to_kv_pool_allocator.free_segment(owned, start_pos=segment.row_begin)
+        req.kv.kv_allocated_len = kv_len_to_handle
+        self.dec_lock_ref(req.last_node)
 
     def take_released(self) -> bool:
         """Whether compression has freed memory since this was last asked."""
@@ -183,22 +183,119 @@ class CompressingRadixCache(RadixCache):
 
     # ----------------------------------------------------------------------- compression
 
-    def _goes_on(self, req) -> bool:
-        """Whether `req` asked to be compressed again during decode, and can be."""
-        return bool(spec_of(req).recompress_every) and not self.disable and req.session is None
+    def compress_due(self, reqs: Sequence[Req], promised: int) -> None:
+        """Before a decode step: compress prompts, or what requests hold again, where it is due.
 
-    def _reason_to_skip(self, req, spec: CompressionSpec, prompt_tokens: int) -> str | None:
-        if self.disable:
-            return "the server's prefix cache is disabled"
-        if req.session is not None:
-            return "the request belongs to a session"
-        reason = spec.reason_to_skip(prompt_tokens, self.page_size)
-        return reason or missing_facts(spec, self.pool.facts)
+        Parameters
+        ----------
+        promised : tokens of whole blocks that this step will take; they are left alone.
+        """
+        self._promised = promised
+        try:
+            for req in reqs:
+                self._compress_if_due(req)
+        finally:
+            self._promised = 0
+
+    def _compress_if_due(self, req: Req) -> None:
+        request = Request.of(req)
+        if request.segment is not None:
+            if self.pool.spans.tracks_attention(req.req_pool_idx):
+                self._released |= continual.recompress(self, req)
+        elif request.extent is not None and request.extent.compressed and _decodes(req):
+            if len(req.prefix_indices) >= request.extent.scored:  # there was no room before
+                self._compress(req)
+            else:
+                maybe_cache_unfinished_req(req, self)
+
+    def _compress(self, req: Req) -> None:
+        """Copy what is worth keeping into own blocks, and let go of the tree's copy.
+
+        Without room for the copy the scores stay, and `compress_due` tries again. Where the copy
+        would take more than it frees, the request stays as it is.
+        """
+        request, report = Request.of(req), Request.of(req).report
+        extent = request.extent
+        assert extent is not None
+        assert report is not None
+        loss = self._loss(request, extent)
+        if loss is not None:
+            report.skipped, request.scores = loss, None
+            request.extent = dataclasses.replace(extent, skipped=loss)
+            return
+        row_slots = self._row_slots(req)
+        if not extent.segment_blocks:
+            self._install(req, empty_segment(self.pool, request))
+            return
+        slots = self.allocate(extent.segment_blocks * self.page_size)
+        if slots is None:
+            report.skipped = _NO_ROOM
+            return
+        with self.behind_forward(slots):
+            segment, selection = compact_prompt(self.pool, request, row_slots, slots)
+            if request.goes_on:
+                continual.start_metric(self.pool, request, selection, segment, row_slots)
+        self._install(req, segment)
+
+    def _install(self, req: Req, segment: Segment) -> None:
+        """Have `req` read `segment` instead of what it stands for, and report it."""
+        request = Request.of(req)
+        extent = request.extent
+        assert extent is not None
+        with self.behind_forward():
+            self.point_row(req, segment)
+            if request.goes_on:
+                behind = self._row_slots(req)[extent.scored : req.kv_committed_len]
+                self.pool.reset_metric(behind.long())
+                self.pool.spans.track(req.req_pool_idx)
+        self._hold_only(req, segment.begin)
+        req.cache_protected_len = segment.row_begin
+        request.segment, request.scores = segment, None
+        request.report = _compressed(request, extent, segment, self.block)
+        self._released = True
+
+    def point_row(self, req: Req, segment: Segment) -> None:
+        """Write `segment` into the row of `req`, and where it lies into the span table."""
+        row_slots = self._row_slots(req)
+        row_slots[segment.begin : segment.row_begin] = 0
+        row_slots[segment.row_begin : segment.end] = segment.slots.to(row_slots.dtype)
+        self.pool.spans.install(req.req_pool_idx, segment)
+
+    def _hold_only(self, req: Req, tokens: int) -> None:
+        """Lock the tree's first `tokens` of the prompt and nothing behind them."""
+        node = self.root_node
+        if tokens:
+            key = RadixKey(Request.of(req).prompt(req), req.extra_key, limit=tokens)
+            node = super().match_prefix(MatchPrefixParams(key=key)).last_device_node
+            self.inc_lock_ref(node)
+        self.dec_lock_ref(req.last_node)
+        req.last_node = node
+
+    def _loss(self, request: Request, extent: Extent) -> str | None:
+        """Why compressing would take more memory than it frees; None where it does not.
+
+        A request that is compressed again while it decodes needs blocks of its own in any case.
+        """
+        if request.goes_on:
+            return None
+        page = self.page_size
+        begin, end = extent.begin // page, extent.end // page
+        held = self.sharing.share(request, begin, end)
+        if extent.segment_blocks < held:
+            return None
+        return (
+            f"compressed it would hold {extent.segment_blocks} blocks of its own; its share of the "
+            f"{end - begin} it holds together with others is {held:.1f} (prefix_tokens keeps "
+            "what is shared)"
+        )
 
     def allocate(self, tokens: int) -> torch.Tensor | None:
-        """Slots of `tokens` in whole blocks, evicted from the tree if need be; None: too full."""
+        """Slots of `tokens` in whole blocks, evicted from the tree if need be; None: too full.
+
+        What the next decode step was promised is not given away.
+        """
         allocator = self.token_to_kv_pool_allocator
-        if allocator.available_size() + self.evictable_size() < tokens:
+        if allocator.available_size() + self.evictable_size() < tokens + self._promised:
             return None
         evict_from_tree_cache(self, tokens)
         return allocator.alloc(tokens)
@@ -221,89 +318,61 @@ class CompressingRadixCache(RadixCache):
             tensor.record_stream(self.stream)
         scheduling.wait_stream(self.stream)  # rows are read there
 
-    def _compress(self, req, plan: Plan) -> None:
-        """Copy what is worth keeping into own blocks, and let go of the tree's copy.
+    # --------------------------------------------------------------------------- helpers
 
-        Without room for the copy the plan stays, and `compress_due` tries again.
-        """
-        row, tokens = req.req_pool_idx, plan.segment_blocks * self.page_size
-        segment = self.allocate(tokens)
-        if segment is None:
-            req.kvc_report["skipped"] = "no free blocks to compress into"
-            return
-        del self.plans[row]
-        begin = plan.tail_begin - tokens
-        with self.behind_forward(segment):
-            selection = plan.select()
-            if plan.spec.all_queries:
-                self.memory.put(self._memory_key(req), plan.states)
-            slots = self.req_to_token_pool.req_to_token[row]
-            source = slots[: plan.tail_begin].clone()
-            target = segment[:: self.page_size] // self.page_size
-            arenas = self.pool.arena_k, self.pool.arena_v
-            compact(*arenas, source, selection.positions, selection.pages, target)
-            if plan.spec.recompress_every:
-                tail = slots[plan.tail_begin : plan.scored].long()
-                continual.start_metric(self.pool, plan, selection, target, tail)
-                self.pool.reset_metric(slots[plan.scored : req.kv_committed_len].long())
-                self.pool.segments.count(row)
-            slots[:begin] = 0
-            slots[begin : plan.tail_begin] = segment.to(slots.dtype)
-            self.pool.segments.set(row, begin, plan.tail_begin, selection.pages)
-            tail_tokens = plan.prompt_tokens - plan.tail_begin
-            pages = self.pool.segments.pages(row)
-            req.kvc_kept = report.KeptPerHead(pages, self.page_size, tail_tokens)
-        self.dec_lock_ref(req.last_node)
-        self._released = True
-        req.last_node = self.root_node
-        req.cache_protected_len = begin
-        req.kvc_report = report.compressed(
-            plan.spec.policy,
-            plan.spec.rate,
-            plan.prompt_tokens,
-            plan.tail_begin,
-            plan.segment_blocks,
-            self.block,
-        )
+    def _extent(self, req: Req) -> Extent:
+        request, unable = Request.of(req), None
+        if self.disable:
+            unable = "the server's prefix cache is disabled"
+        elif req.session is not None:
+            unable = "the request belongs to a session"
+        elif not (_decodes(req) or request.spec.question_tokens or _shows_its_prompt(req)):
+            unable = "no token is decoded after the first one, so nothing would read what is kept"
+        return request.measure(req, self.page_size, unable, self.pool.facts)
 
-    def compress_due(self, req) -> None:
-        """Before a decode step of `req`: compress its prompt, or what it holds again, if due."""
-        plan = self.plans.get(req.req_pool_idx)
-        if plan is not None:
-            if len(req.prefix_indices) >= plan.scored:  # there was no room before
-                self._compress(req, plan)
-            elif req.sampling_params.max_new_tokens > 1:
-                maybe_cache_unfinished_req(req, self)
-        elif self.pool.segments.counts(req.req_pool_idx):
-            self._released |= continual.recompress(self, req, spec_of(req))
+    def _known_states(self, req: Req) -> list | None:
+        request = Request.of(req)
+        return self.states.get(request.states_key(req)) if request.spec.all_queries else None
+
+    def _remember_states(self, req: Req) -> None:
+        """What the scorer has seen of the prompt, for others of the same prompt."""
+        request = Request.of(req)
+        if request.spec.all_queries and request.scores is not None and request.scores.complete:
+            self.states.put(request.states_key(req), request.scores.states)
+
+    def _row_slots(self, req: Req) -> torch.Tensor:
+        """The row of `req`, to be read and written."""
+        return self.req_to_token_pool.req_to_token[req.req_pool_idx]
 
 
-def missing_facts(spec: CompressionSpec, facts: ModelFacts) -> str | None:
-    """What the policy of a request needs and the model has not, in a sentence."""
-    used = (methods("scorers")[spec.scorer], methods("apportioners")[spec.apportioner])
-    for method in used:
-        for need in method.needs:
-            if getattr(facts, need) is None:
-                return f"{method.name} needs the model's {need.replace('_', ' ')}; there is none"
-    return None
+def _decodes(req: Req) -> bool:
+    """Whether a decode step will read what `req` holds."""
+    return req.sampling_params.max_new_tokens > 1
 
 
-def compressible(req) -> list[int]:
-    """Token ids that the knob of a request is about: what is prefilled.
+def _shows_its_prompt(req: Req) -> bool:
+    """Whether `req` decodes nothing but shows a prompt to a scorer that looks at every query.
 
-    After a retraction that includes what was generated, unless a question is kept apart: it
-    stays where it was.
+    SGLang sends such a request before the copies of ``n > 1``; they will find the states.
     """
-    if spec_of(req).question_tokens:
-        return req.origin_input_ids
-    return req.full_untruncated_fill_ids
+    return req.sampling_params.max_new_tokens == 0 and Request.of(req).spec.all_queries
 
 
-def spec_of(req) -> CompressionSpec:
-    """The knob of a request; SGLang's HTTP process has validated it (compat)."""
-    spec = getattr(req, "kvc_spec", None)
-    if spec is None:
-        params = req.sampling_params.custom_params
-        spec = parse(params.get(CUSTOM_PARAM) if isinstance(params, dict) else None)
-        req.kvc_spec = spec
-    return spec
+def _compressed(
+    request: Request, extent: Extent, segment: Segment, block: BlockSize
+) -> Report:
+    tail = extent.prompt_tokens - extent.end
+    tail_blocks = -(-tail // block.tokens)
+    always = extent.begin + tail
+    kept = Kept(always, always + len(segment.slots), segment.page_bounds)
+    return Report(
+        extent.prompt_tokens,
+        block,
+        kept,
+        before=extent.end // block.tokens + tail_blocks,
+        own=segment.blocks + tail_blocks,
+        shared=extent.begin // block.tokens,
+        policy=request.spec.policy,
+        rate=request.spec.rate,
+        recompressed=0 if request.goes_on else None,
+    )

@@ -36,6 +36,7 @@ def select(
     page_size: int,
     *,
     tail: int = 0,
+    before: int = 0,
     first: torch.Tensor | None = None,
     statistics: torch.Tensor | None = None,
     facts: ModelFacts | None = None,
@@ -49,13 +50,15 @@ def select(
     tail : tokens of what is compressed that lie behind S; they are kept in any case, and are
         the last of the `spec.recent` that are protected. At most a quarter of what a head keeps on
         average is protected so, or heads could not differ at high rates.
+    before : KVs that are kept in any case and lie before the scored ones; they are the first of
+        the `spec.sinks` that are protected.
     first : int64 [L * H], where each head's KVs begin, a multiple of `page_size`; scores before
         it are -inf and never chosen. None is zeros.
     statistics : float32 [L, K] for the apportioner (`PagesContext`).
     """
     layers, heads, total = scores.shape
     recent = min(spec.recent, segment_blocks * page_size // 4)
-    protect(scores, spec.sinks, recent - tail, first)
+    protect(scores, max(0, spec.sinks - before), recent - tail, first)
     rows = scores.view(layers * heads, total)
     order, best = rank_pages(rows, page_size)
     context = PagesContext(

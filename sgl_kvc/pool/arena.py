@@ -8,19 +8,16 @@ request owns holds the same ``L * H`` head pages in another order (docs/design.m
 from __future__ import annotations
 
 import functools
-from typing import TYPE_CHECKING
 
 import torch
+from kvc_kernels.cache import KVCache
 from kvc_kernels.dispatch import use_triton
 from kvc_kernels.store import store
 from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 
 from sgl_kvc.policy.base import ModelFacts
-from sgl_kvc.pool.segments import SegmentTable
-
-if TYPE_CHECKING:
-    from sgl_kvc.cache.plan import Plan
+from sgl_kvc.pool.spans import SpanTable
 
 
 class ArenaKVPool(MHATokenToKVPool):
@@ -30,29 +27,37 @@ class ArenaKVPool(MHATokenToKVPool):
     ----------
     arena_k, arena_v : [num_blocks, L, H, P, D] and [num_blocks, L, H, P, Dv]; fp8 as bytes.
     flat_k, flat_v : the same memory by head page, [num_blocks * L * H, P, D], fp8 as such.
-    segments : the compression state of every request row; set by `bind`.
-    plans : by request row, prompts being prefilled that will be compressed: the radix
-        cache makes them, the attention backend feeds them, the radix cache uses them up.
-    prefilling : request rows of the last batch that was prepared for prefill, in its order.
+    spans, cache : where the KVs of every request row lie, and the view of it all that attention
+        reads; made by `bind`.
     facts : about the model, for the policies; set by the attention backend.
     """
 
-    segments: SegmentTable
+    spans: SpanTable
+    cache: KVCache
 
     def __init__(self, *args, kv_cache_layout: str | None = None, **kwargs):
         super().__init__(*args, kv_cache_layout="head_pages", **kwargs)
-        self.plans: dict[int, Plan] = {}
-        self.prefilling: list[int] = []
         self.facts = ModelFacts()
 
-    def bind(self, req_to_token_pool: ReqToTokenPool) -> SegmentTable:
-        """Create the segment table for the rows of `req_to_token_pool`; once per engine."""
-        self.segments = SegmentTable(
+    def bind(self, req_to_token_pool: ReqToTokenPool) -> KVCache:
+        """Make the span table for the rows of `req_to_token_pool`, once per engine.
+
+        Returns
+        -------
+        What attention reads: arenas, rows and spans.
+        """
+        self.spans = SpanTable(
             rows=req_to_token_pool.req_to_token.shape[0],
             heads=self.layer_num * self.head_num,
             device=self.device,
         )
-        return self.segments
+        self.cache = KVCache(
+            self.arena_k.view(self.dtype),
+            self.arena_v.view(self.dtype),
+            req_to_token_pool.req_to_token,
+            self.spans.spans,
+        )
+        return self.cache
 
     @functools.cached_property
     def metric(self) -> torch.Tensor:
@@ -97,7 +102,7 @@ class ArenaKVPool(MHATokenToKVPool):
         if use_triton(loc):
             from kvc_kernels.gpu import store as triton_store
 
-            metric = self.metric[:, layer_idx] if self.segments.counts() else None
+            metric = self.metric[:, layer_idx] if self.spans.tracks_attention() else None
             triton_store.store(keys, values, loc, cache_k, cache_v, metric)
             return
         store(keys, loc, cache_k)

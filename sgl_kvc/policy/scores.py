@@ -1,55 +1,50 @@
-"""A prompt on its way to being compressed: from its first prefill chunk to compaction."""
+"""The scores of one prompt, gathered layer by layer while it is prefilled."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from sgl_kvc.policy.base import LayerContext, ModelFacts, apportioner, scorer
 from sgl_kvc.policy.selection import Selection, select
-from sgl_kvc.spec import CompressionSpec
+from sgl_kvc.spec import CompressionSpec, Extent
 
 
-class Plan:
-    """Scores of one prompt, gathered layer by layer while it is prefilled.
+class PromptScores:
+    """From a prompt's first prefill chunk to what its heads keep.
 
     Parameters
     ----------
     spec : the request's knob.
+    extent : what of the prompt is scored, and how many blocks the kept KVs fill.
     tokens : token ids of the whole prompt.
+    page_size : tokens of a block.
     layers : layers this rank holds.
     states : what the scorer's ``observe`` returned for this very prompt before, by layer; the
         prompt need not be prefilled from its beginning then.
 
     Attributes
     ----------
-    prompt_tokens : tokens the prefill will have processed when it is done.
-    segment_blocks : blocks the segment will take.
-    tail_begin : the position S, where the whole blocks of what is compressed end.
-    scored : tokens that are scored. Without a question all of the prompt; else S, and
-        compression comes before the question is read.
     states : what a scorer with ``observe`` has gathered, by layer.
     """
 
     def __init__(
         self,
         spec: CompressionSpec,
-        tokens: list[int],
+        extent: Extent,
+        tokens: Sequence[int],
         page_size: int,
         layers: int,
         facts: ModelFacts | None = None,
         states: list[Any] | None = None,
     ):
         self.spec = spec
-        self.prompt_tokens = len(tokens)
-        self.segment_blocks = spec.segment_blocks(len(tokens), page_size)
-        self.tail_begin = spec.whole_blocks(len(tokens), page_size) * page_size
-        self.scored = self.tail_begin if spec.question_tokens else len(tokens)
+        self.extent = extent
         self._page_size = page_size
-        self._tokens = torch.tensor(tokens[: self.scored], dtype=torch.int64)
+        self._tokens = torch.tensor(tokens[: extent.scored], dtype=torch.int64)
         self._facts = facts or ModelFacts()
         self._scorer, self._apportioner = scorer(spec), apportioner(spec)
         self._scores: list[torch.Tensor | None] = [None] * layers
@@ -78,10 +73,10 @@ class Plan:
         scale : factor on the logits.
         lse : float32 [t, H*G], natural log-sum-exp of every query's logits, if known.
         """
-        if done > self.scored:
+        if done > self.extent.scored:
             return  # the question
         window, window_lse = self._window(layer, queries, lse)
-        if done < self.scored:
+        if done < self.extent.scored:
             known = None if window_lse is None else window_lse.clone()
             self._windows[layer] = window.clone(), known  # not views of the whole chunk
             if self._observe is None:
@@ -97,14 +92,14 @@ class Plan:
             scale=scale,
             spec=self.spec,
             tokens=self._tokens[:done],
-            kept=self.segment_blocks * self._page_size,
+            kept=self.extent.segment_blocks * self._page_size,
             facts=self._facts,
             state=self.states[layer],
             lse=lse,
         )
         if self._observe is not None:
             self.states[layer] = self._observe(context)
-        if done < self.scored:
+        if done < self.extent.scored:
             return
         context = dataclasses.replace(
             context, queries=window, lse=window_lse, state=self.states[layer]
@@ -114,24 +109,36 @@ class Plan:
             self._statistics[layer] = self._apportioner.observe(context)
         self._windows.pop(layer, None)
 
+    @property
+    def complete(self) -> bool:
+        """Whether every layer was scored."""
+        return all(layer is not None for layer in self._scores)
+
     def scores(self) -> torch.Tensor:
         """float32 [L, H, scored]. Raises RuntimeError while a layer is missing."""
-        if any(layer is None for layer in self._scores):
+        found = [layer for layer in self._scores if layer is not None]
+        if len(found) < len(self._scores):
             raise RuntimeError("scores asked for before every layer was observed")
-        return torch.stack(self._scores).float()
+        return torch.stack(found).float()
 
     def select(self) -> Selection:
-        """What the heads keep. Raises RuntimeError while a layer is missing."""
-        observed = self._apportioner.observe is not None
-        return select(
-            self.scores()[..., : self.tail_begin].contiguous(),
+        """What the heads keep of [begin, end). Raises RuntimeError while a layer is missing.
+
+        Positions count from the prompt's first token.
+        """
+        extent, observed = self.extent, self._apportioner.observe is not None
+        statistics = [each for each in self._statistics if each is not None]
+        selection = select(
+            self.scores()[..., extent.begin : extent.end].contiguous(),
             self.spec,
-            self.segment_blocks,
+            extent.segment_blocks,
             self._page_size,
-            tail=self.scored - self.tail_begin,
-            statistics=torch.stack(self._statistics) if observed else None,
+            tail=extent.scored - extent.end,
+            before=extent.begin,
+            statistics=torch.stack(statistics) if observed else None,
             facts=self._facts,
         )
+        return dataclasses.replace(selection, positions=selection.positions + extent.begin)
 
     def _window(
         self, layer: int, queries: torch.Tensor, lse: torch.Tensor | None

@@ -1,0 +1,222 @@
+"""SGLang's attention backend of ours: attention over spans, and prompts that are scored.
+
+Prefill writes KVs to ordinary slots and, while a chunk's queries are in hand, has every prompt
+that will be compressed scored. Decode reads the spans of the whole batch at once; an uncompressed
+request is one that has nothing but a tail. The kernels are torch's on a CPU and Triton's on a GPU
+(`kvc_kernels.dispatch`); there nothing waits for the device, so CUDA graphs hold a decode step for
+any mixture of compressed and uncompressed requests.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+from kvc_kernels.cache import Batch
+from kvc_kernels.decode import decode
+from kvc_kernels.dispatch import use_triton
+from kvc_kernels.extend import extend
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+
+from sgl_kvc.attention.facts import read_facts
+from sgl_kvc.attention.support import check_layer
+from sgl_kvc.cache.request import Request
+
+if TYPE_CHECKING:
+    from sglang.srt.layers.radix_attention import RadixAttention
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    from sgl_kvc.pool.arena import ArenaKVPool
+
+
+logger = logging.getLogger(__name__)
+
+#: Of a ``ForwardBatch``: its requests' `Request` in order; set when it is made (compat).
+REQUESTS = "kvc_requests"
+
+
+class KvcAttentionBackend(AttentionBackend):
+    """Attention for models whose layers are all plain multi-head (GQA, MQA, MHA)."""
+
+    def __init__(self, model_runner: ModelRunner):
+        super().__init__()
+        self.pool: ArenaKVPool = model_runner.token_to_kv_pool
+        self.cache = self.pool.bind(model_runner.req_to_token_pool)
+        self.req_to_token = self.cache.req_to_token
+        self.spans = self.pool.spans
+        self.pool.facts = read_facts(model_runner)
+        self._prepared: tuple[ForwardBatch, Batch] | None = None
+        if self.pool.facts.head_profile is None:
+            logger.info(
+                "the model has no head profile; `sgl-kvc profile` measures one, and the default "
+                "policy is the better for it"
+            )
+
+    def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
+        """Gather what all layers of this forward share."""
+        self._prepared = (forward_batch, self._new_batch(forward_batch))
+        if self.spans.tracks_attention() and not use_triton(self.req_to_token):
+            self._reset_metric(forward_batch)  # the Triton kernel that stores KVs does it
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Nothing: kernels read the engine's own tensors."""
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Padding rows attend to one KV of SGLang's padding block."""
+        return 1
+
+    def support_triton(self) -> bool:
+        """Whether SGLang may use its own Triton kernels beside this."""
+        return self.req_to_token.is_cuda
+
+    def forward_decode(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """What SGLang calls for a decode step: [B, Hq * D] -> [B, Hq * Dv]."""
+        self._store(k, v, layer, forward_batch, save_kv_cache, kwargs)
+        query = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        return self.attend_decode(query, layer, forward_batch).view(q.shape[0], -1)
+
+    def forward_extend(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool = True,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """What SGLang calls for a prefill: [t, Hq * D] -> [t, Hq * Dv].
+
+        Prompts that will be compressed are scored on the way.
+        """
+        self._store(k, v, layer, forward_batch, save_kv_cache, kwargs)
+        query = q.view(-1, layer.tp_q_head_num, layer.qk_head_dim)
+        out, lse = self.attend_extend(query, k, v, layer, forward_batch)
+        self._observe(query, lse, layer, forward_batch)
+        return out.view(q.shape[0], -1)
+
+    def attend_decode(
+        self, query: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch
+    ) -> torch.Tensor:
+        """Attention of one token per request, stored already: [B, Hq, D] -> [B, Hq, Dv]."""
+        tracks = self.spans.tracks_attention()  # never in a CUDA graph (compat)
+        out, _ = decode(
+            query,
+            self._batch(forward_batch),
+            layer.layer_id - self.pool.start_layer,
+            layer.scaling,
+            metric=self.pool.metric if tracks else None,
+            tracked=self.spans.tracked if tracks else None,
+        )
+        return out.to(query.dtype)
+
+    def attend_extend(
+        self,
+        query: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Attention of the new tokens of every request, one request after the other.
+
+        Parameters
+        ----------
+        query : [t, Hq, D].
+        k, v : [t, H * D] and [t, H * Dv], the new tokens'; they are stored already.
+
+        Returns
+        -------
+        out : [t, Hq, Dv].
+        lse : float32 [t, Hq], natural log-sum-exp of every query's logits; None if unknown.
+        """
+        local = layer.layer_id - self.pool.start_layer
+        return extend(query, self._batch(forward_batch), local, layer.scaling)
+
+    def _batch(self, forward_batch: ForwardBatch) -> Batch:
+        """What `init_forward_metadata` prepared; made now where SGLang has not called it."""
+        if self._prepared is None or self._prepared[0] is not forward_batch:
+            return self._new_batch(forward_batch)
+        return self._prepared[1]
+
+    def _new_batch(self, forward_batch: ForwardBatch) -> Batch:
+        request, seq_len = forward_batch.req_pool_indices, forward_batch.seq_lens
+        if forward_batch.forward_mode.is_decode_or_idle():
+            return Batch(self.cache, request, seq_len)
+        new = list(forward_batch.extend_seq_lens_cpu)
+        before = list(forward_batch.extend_prefix_lens_cpu)
+        start = F.pad(forward_batch.extend_seq_lens.long().cumsum(0), (1, 0))
+        rows = None
+        if not request.is_cuda:
+            rows = list(zip(request.tolist(), before, new, strict=True))
+        return Batch(self.cache, request, seq_len, start, max(new), rows)
+
+    def _observe(
+        self,
+        query: torch.Tensor,
+        lse: torch.Tensor | None,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+    ) -> None:
+        """Let the scores of every prompt in the batch see one layer of its chunk."""
+        local, first = layer.layer_id - self.pool.start_layer, 0
+        lens = zip(
+            requests_of(forward_batch),
+            forward_batch.extend_prefix_lens_cpu,
+            forward_batch.extend_seq_lens_cpu,
+            strict=False,  # a batch may be padded
+        )
+        for request, before, new in lens:
+            mine, first = slice(first, first + new), first + new
+            if request is not None and request.scores is not None:
+                end = before + new
+                slots = self.req_to_token[request.row, :end]
+                read = functools.partial(self.pool.read, layer.layer_id, slots)
+                known = None if lse is None else lse[mine]
+                request.scores.observe(local, query[mine], end, read, layer.scaling, known)
+
+    def _reset_metric(self, forward_batch: ForwardBatch) -> None:
+        """Start the metric of new KVs at zero, of requests whose attention is tracked."""
+        new = forward_batch.out_cache_loc
+        tracked = self.spans.tracked[forward_batch.req_pool_indices.long()]
+        if not forward_batch.forward_mode.is_decode_or_idle():
+            tracked = tracked.repeat_interleave(forward_batch.extend_seq_lens, output_size=len(new))
+        self.pool.reset_metric(new[tracked])
+
+    def _store(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        layer: RadixAttention,
+        forward_batch: ForwardBatch,
+        save_kv_cache: bool,
+        extras: dict,
+    ) -> None:
+        """Write the new tokens' KVs to their slots."""
+        check_layer(layer, extras)
+        if save_kv_cache and k is not None:
+            self.pool.set_kv_buffer(
+                layer,
+                forward_batch.out_cache_loc,
+                k.view(-1, layer.tp_k_head_num, layer.qk_head_dim),
+                v.view(-1, layer.tp_v_head_num, layer.v_head_dim),
+            )
+
+
+def requests_of(forward_batch: ForwardBatch) -> Sequence[Request | None]:
+    """What sgl-kvc knows of the requests of a batch, in its order."""
+    return getattr(forward_batch, REQUESTS, ())

@@ -1,0 +1,119 @@
+"""Everything sgl-kvc knows of one request: one object, which SGLang's ``Req`` holds as ``kvc``."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections.abc import Hashable, Sequence
+from typing import TYPE_CHECKING
+
+from sgl_kvc.policy.base import ModelFacts
+from sgl_kvc.policy.scores import PromptScores
+from sgl_kvc.pool.segment import Segment
+from sgl_kvc.report import Report
+from sgl_kvc.spec import CUSTOM_PARAM, OFF, CompressionSpec, Extent, SpecError, methods, parse
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+
+class Request:
+    """One request's compression, from its admission to its end.
+
+    Attributes
+    ----------
+    spec : the knob.
+    row : its row of ``req_to_token`` while it holds memory, else None.
+    unusable : why the knob that was given cannot be used, and `spec` is off; else None.
+    extent : what of the prompt is compressed, or why nothing is; set when it is first matched
+        against the prefix cache, anew after a retraction.
+    scores : of the prompt, while it is prefilled and until it is compressed.
+    segment : what was kept of it; None while it is uncompressed.
+    report : what the response will tell; None before the prefill.
+    block_digests : of every whole block of the prompt, chained, so that equal digests mean equal
+        prefixes; empty while the request holds no memory.
+    """
+
+    def __init__(self, spec: CompressionSpec, unusable: str | None = None):
+        self.spec = spec
+        self.unusable = unusable
+        self.row: int | None = None
+        self.extent: Extent | None = None
+        self.scores: PromptScores | None = None
+        self.segment: Segment | None = None
+        self.report: Report | None = None
+        self.block_digests: list[Hashable] = []
+        self._states_key: tuple[int, tuple[Hashable, ...]] | None = None
+
+    @classmethod
+    def of(cls, req: Req) -> Request:
+        """The request's own, made when it is first asked for. Never raises.
+
+        SGLang's HTTP process refuses a bad knob (compat), but there are other ways in: a knob that
+        cannot be used is as none, and the report says why.
+        """
+        found: Request | None = getattr(req, "kvc", None)
+        if found is None:
+            params = req.sampling_params.custom_params
+            knob = params.get(CUSTOM_PARAM) if isinstance(params, dict) else None
+            try:
+                found = cls(parse(knob))
+            except SpecError as error:
+                found = cls(OFF, str(error))
+            req.kvc = found
+        return found
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether it is compressed again while it decodes."""
+        return bool(self.spec.recompress_every) and self.extent is not None and (
+            self.extent.compressed
+        )
+
+    def prompt(self, req: Req) -> Sequence[int]:
+        """Token ids that are prefilled, which is what the knob is about.
+
+        After a retraction they include what was generated, unless a question is kept apart: it
+        stays where it was.
+        """
+        if self.spec.question_tokens:
+            return req.origin_input_ids
+        return req.full_untruncated_fill_ids
+
+    def measure(self, req: Req, page_size: int, unable: str | None, facts: ModelFacts) -> Extent:
+        """The extent of the prompt as it stands now.
+
+        Parameters
+        ----------
+        unable : why the engine cannot compress this request, if it cannot.
+        """
+        tokens = len(self.prompt(req))
+        if self.extent is None or self.extent.prompt_tokens != tokens:
+            unable = unable or missing_facts(self.spec, facts)
+            self.extent = Extent.of(self.spec, tokens, page_size, unable=unable)
+        return self.extent
+
+    def states_key(self, req: Req) -> Hashable:
+        """What the states of a scorer that looks at every query follow from."""
+        assert self.extent is not None
+        scored = self.extent.scored
+        if self._states_key is None or self._states_key[0] != scored:
+            digest = hashlib.blake2b(memoryview(array("q", self.prompt(req)[:scored]))).digest()
+            parameters = tuple(sorted(self.spec.parameters.items()))
+            scorer = (self.spec.scorer, parameters, self.spec.sinks)
+            self._states_key = (scored, (scored, digest, req.extra_key, *scorer))
+        return self._states_key[1]
+
+    def retract(self) -> None:
+        """Forget everything that belongs to memory the request no longer holds."""
+        self.row = self.extent = self.scores = self.segment = None
+        self.block_digests = []
+
+
+def missing_facts(spec: CompressionSpec, facts: ModelFacts) -> str | None:
+    """What the policy of a request needs and the model has not, in a sentence."""
+    for method in (methods("scorers")[spec.scorer], methods("apportioners")[spec.apportioner]):
+        for need in method.needs:
+            if getattr(facts, need) is None:
+                return f"{method.name} needs the model's {need.replace('_', ' ')}; there is none"
+    return None

@@ -1,0 +1,54 @@
+"""Who shares which blocks of a prompt: what compressing one request frees, and what it costs."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Sequence
+
+from sgl_kvc.cache.request import Request
+
+
+class Sharing:
+    """How many requests, of those that hold memory now, begin with the same blocks.
+
+    A prefix that k requests begin with is held once. Compressed, each of them holds a copy of its
+    own of what is kept: k copies. So a block counts 1/k for each of the k, compressed or not.
+    """
+
+    def __init__(self) -> None:
+        self._holders: Counter[Hashable] = Counter()
+
+    def add(self, request: Request, tokens: Sequence[int], namespace: str | None, page: int) -> None:
+        """Count `request`, whose prompt is `tokens`. A second time does nothing."""
+        if not request.block_digests:
+            request.block_digests = chained_digests(tokens, namespace, page)
+            self._holders.update(request.block_digests)
+
+    def remove(self, request: Request) -> None:
+        """No longer count `request`, which has let go of its memory."""
+        for digest in request.block_digests:
+            if self._holders[digest] > 1:
+                self._holders[digest] -= 1
+            else:
+                del self._holders[digest]
+        request.block_digests = []
+
+    def share(self, request: Request, begin: int, end: int) -> float:
+        """Blocks [begin, end) of the prompt, each divided by the requests that share it."""
+        return sum(1 / self._holders[digest] for digest in request.block_digests[begin:end])
+
+    def clear(self) -> None:
+        """Forget everybody."""
+        self._holders.clear()
+
+
+def chained_digests(tokens: Sequence[int], namespace: str | None, page: int) -> list[Hashable]:
+    """Of every whole block of `tokens`: a number that follows from all tokens up to its end.
+
+    Equal numbers mean equal prefixes but for a chance of 2^-61; nothing but a count depends on it.
+    """
+    digest, digests = hash(namespace), []
+    for begin in range(0, len(tokens) // page * page, page):
+        digest = hash((digest, *tokens[begin : begin + page]))
+        digests.append(digest)
+    return digests

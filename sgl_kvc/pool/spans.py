@@ -1,0 +1,103 @@
+"""Which spans the KVs of each request row lie in, as tensors that attention reads by row.
+
+They are derived: `SpanTable.install` writes what a `Segment` says, and nobody reads them back.
+"""
+
+from __future__ import annotations
+
+import torch
+from kvc_kernels.cache import Spans
+
+from sgl_kvc.pool.segment import Segment
+
+_SHARED, _OWN, _TAIL = range(3)
+
+
+class SpanTable:
+    """The spans of every request row (`kvc_kernels.cache.Spans` has the addressing rule).
+
+    Parameters
+    ----------
+    rows : rows of ``req_to_token``; row 0 pads CUDA graphs and is never compressed.
+    heads : layers times KV heads.
+
+    Attributes
+    ----------
+    spans : the tensors; all zero for an uncompressed row.
+    tracked : bool [rows], whether decode adds to the metric of the row's KVs.
+    """
+
+    def __init__(self, rows: int, heads: int, device: str | torch.device):
+        self.spans = Spans.uncompressed(rows, heads, device)
+        self.tracked = torch.zeros(rows, dtype=torch.bool, device=device)
+        self._canonical = torch.arange(heads, dtype=torch.int32, device=device)
+        # On the host, so that nothing has to ask the device.
+        self._segments: dict[int, Segment] = {}
+        self._tracked: set[int] = set()
+
+    def install(self, row: int, segment: Segment) -> None:
+        """Have `row` read `segment`, behind the canonical blocks before ``segment.begin``."""
+        spans, heads = self.spans, len(self._canonical)
+        spans.begin[row, _OWN] = segment.row_begin
+        spans.begin[row, _TAIL] = segment.end
+        spans.first[row, _SHARED] = self._canonical
+        spans.count[row, _SHARED] = segment.begin // segment.page_size
+        spans.stride[row, _SHARED] = heads
+        ends = segment.pages.cumsum(0)
+        spans.first[row, _OWN] = (ends - segment.pages).to(torch.int32)
+        spans.count[row, _OWN] = segment.pages.to(torch.int32)
+        spans.stride[row, _OWN] = 1
+        self._segments[row] = segment
+
+    def is_compressed(self, row: int) -> bool:
+        """Whether a segment is installed in `row`."""
+        return row in self._segments
+
+    def track(self, row: int) -> None:
+        """Have decode add to the metric of `row`'s KVs until it is cleared."""
+        self.tracked[row] = True
+        self._tracked.add(row)
+
+    def tracks_attention(self, row: int | None = None) -> bool:
+        """Whether decode adds to the metric of `row`'s KVs, or of any row's."""
+        return row in self._tracked if row is not None else bool(self._tracked)
+
+    def clear(self, row: int) -> None:
+        """Make `row` uncompressed again."""
+        if row in self._tracked:
+            self._tracked.discard(row)
+            self.tracked[row] = False
+        if self._segments.pop(row, None) is not None:
+            for tensor in self.spans.tensors():
+                tensor[row] = 0
+
+    def reset(self) -> None:
+        """Make every row uncompressed."""
+        for tensor in (*self.spans.tensors(), self.tracked):
+            tensor.zero_()
+        self._segments.clear()
+        self._tracked.clear()
+
+    def check_integrity(self) -> None:
+        """Raise AssertionError unless every row holds what its segment says, and zeros else."""
+        for row in range(len(self.tracked)):
+            assert bool(self.tracked[row]) == (row in self._tracked), f"row {row}: tracked"
+            state = [tensor[row] for tensor in self.spans.tensors()]
+            segment = self._segments.get(row)
+            if segment is None:
+                assert not any(bool(each.any()) for each in state), f"row {row}: state left"
+                continue
+            begin, first, count, stride = (each.tolist() for each in state)
+            page, heads = segment.page_size, len(self._canonical)
+            shared = segment.begin // page
+            assert segment.begin % page == segment.end % page == 0, f"row {row}: not aligned"
+            assert segment.begin <= segment.row_begin <= segment.end, f"row {row}: overlap"
+            assert begin == [0, segment.row_begin, segment.end], f"row {row}: {begin}"
+            assert stride == [heads, 1], f"row {row}: {stride}"
+            assert first[_SHARED] == list(range(heads)), f"row {row}: shared pages"
+            assert count[_SHARED] == [shared] * heads, f"row {row}: shared pages"
+            assert sum(count[_OWN]) == segment.blocks * heads, f"row {row}: pages"
+            assert not segment.blocks or min(count[_OWN]) >= 1, f"row {row}: a head without a page"
+            ends = torch.tensor([0, *count[_OWN]]).cumsum(0).tolist()
+            assert first[_OWN] == ends[:-1], f"row {row}: pages overlap"
+            assert segment.page_bounds.tolist() == [min(count[_OWN]), max(count[_OWN])]
