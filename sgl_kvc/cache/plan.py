@@ -10,7 +10,7 @@ import torch
 
 from sgl_kvc.policy.base import LayerContext, ModelFacts, apportioner, scorer
 from sgl_kvc.policy.selection import Selection, select
-from sgl_kvc.spec import CompressionSpec
+from sgl_kvc.spec import CompressionSpec, Extent
 
 
 class Plan:
@@ -45,9 +45,9 @@ class Plan:
     ):
         self.spec = spec
         self.prompt_tokens = len(tokens)
-        self.segment_blocks = spec.segment_blocks(len(tokens), page_size)
-        self.tail_begin = spec.whole_blocks(len(tokens), page_size) * page_size
-        self.scored = self.tail_begin if spec.question_tokens else len(tokens)
+        extent = Extent.of(spec, len(tokens), page_size)
+        self.segment_blocks = extent.segment_blocks
+        self.tail_begin, self.scored = extent.end, extent.scored
         self._page_size = page_size
         self._tokens = torch.tensor(tokens[: self.scored], dtype=torch.int64)
         self._facts = facts or ModelFacts()

@@ -25,9 +25,8 @@ from sgl_kvc.cache import continual
 from sgl_kvc.cache.memory import StateMemory
 from sgl_kvc.cache.plan import Plan
 from sgl_kvc.policy.base import ModelFacts
-from sgl_kvc.policy.catalog import methods
 from sgl_kvc.pool.arena import ArenaKVPool
-from sgl_kvc.spec import CUSTOM_PARAM, CompressionSpec, parse
+from sgl_kvc.spec import CUSTOM_PARAM, CompressionSpec, Extent, methods, parse
 
 logger = logging.getLogger(__name__)
 
@@ -96,8 +95,7 @@ class CompressingRadixCache(RadixCache):
         tokens = len(compressible(req))
         if self._reason_to_skip(req, spec, tokens) is not None:
             return None
-        room = spec.whole_blocks(tokens, self.page_size) * self.page_size
-        room -= len(req.prefix_indices)
+        room = Extent.of(spec, tokens, self.page_size).end - len(req.prefix_indices)
         return room if room > 0 else None
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
@@ -110,11 +108,9 @@ class CompressingRadixCache(RadixCache):
         req = params.req
         if req is not None:
             spec, key = spec_of(req), params.key
-            tokens = len(compressible(req))
-            if not spec.off and spec.reason_to_skip(tokens, self.page_size) is None:
-                if spec.question_tokens:
-                    tokens = spec.whole_blocks(tokens, self.page_size) * self.page_size
-                limit = max(0, min(len(key), tokens - spec.window))
+            extent = Extent.of(spec, len(compressible(req)), self.page_size)
+            if extent.compressed:
+                limit = min(len(key), extent.match_limit_with_states)
                 if spec.all_queries:
                     req.kvc_states = self.memory.get(self._memory_key(req))
                     limit = limit if req.kvc_states else 0
@@ -164,9 +160,7 @@ class CompressingRadixCache(RadixCache):
         key = getattr(req, "kvc_memory_key", None)
         if key is None or key[0] != len(compressible(req)):
             spec, tokens = spec_of(req), compressible(req)
-            scored = len(tokens)
-            if spec.question_tokens:
-                scored = spec.whole_blocks(scored, self.page_size) * self.page_size
+            scored = Extent.of(spec, len(tokens), self.page_size).scored
             digest = hashlib.blake2b(memoryview(array("q", tokens[:scored]))).digest()
             parameters = tuple(sorted(spec.parameters.items()))
             key = (len(tokens), digest, req.extra_key, spec.scorer, parameters, spec.sinks)
@@ -192,7 +186,7 @@ class CompressingRadixCache(RadixCache):
             return "the server's prefix cache is disabled"
         if req.session is not None:
             return "the request belongs to a session"
-        reason = spec.reason_to_skip(prompt_tokens, self.page_size)
+        reason = Extent.of(spec, prompt_tokens, self.page_size).skipped
         return reason or missing_facts(spec, self.pool.facts)
 
     def allocate(self, tokens: int) -> torch.Tensor | None:
