@@ -25,8 +25,7 @@ from transformers import AutoTokenizer
 from bench.machine import describe
 from bench.offline import MaskedModel
 from sgl_kvc.cache.plan import Plan
-from sgl_kvc.policy.presets import PRESETS
-from sgl_kvc.spec import parse
+from sgl_kvc.spec import PRESETS, parse
 
 
 def seconds(run: Callable[[], object], repeats: int) -> float:

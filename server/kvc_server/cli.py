@@ -153,7 +153,7 @@ def _add_profile(parser: argparse.ArgumentParser) -> None:
     add("--copies", type=int, default=4, metavar="N",
         help="times they are repeated (default: %(default)s)")  # fmt: skip
     add("--seed", type=int, default=0, help="which tokens (default: %(default)s)")
-    parser.set_defaults(run=_lazily("kvc_server.profile_report"))
+    parser.set_defaults(run=_lazily("sgl_kvc.profile_command"))
 
 
 def _add_eval(parser: argparse.ArgumentParser) -> None:

@@ -81,9 +81,8 @@ def _validated(knob: Any, where: str, settings: Settings) -> dict[str, Any]:
     try:
         spec: CompressionSpec = parse(knob, max_rate=settings.max_rate)
     except SpecError as error:
-        problem = str(error).removeprefix(f"{error.field}: ")
-        field = where if where == HEADER else where + error.field.removeprefix(CUSTOM_PARAM)
-        raise _bad(field, f"{field}: {problem}") from None
+        field = where if where == HEADER else error.at(where)
+        raise _bad(field, f"{field}: {error.problem}") from None
     return OFF if spec.off else spec.to_json()
 
 

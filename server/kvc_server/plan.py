@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import math
 
-from sgl_kvc.spec import CompressionSpec
+from sgl_kvc.spec import CompressionSpec, Extent
 
 RATES = (1, 2, 4, 8, 16, 32, 64)
 
@@ -61,19 +61,16 @@ class RequestBlocks:
 def request_blocks(prompt: int, output: int, rate: float, page_size: int) -> RequestBlocks:
     """Blocks of a request of `prompt` + `output` tokens at `rate` (KVs before / KVs after).
 
-    With S the prompt rounded down to blocks, the segment is ``max(1, ceil(S/P / rate))``
-    blocks; the tail is what follows S, rounded up to blocks. Prompts under `min_tokens`, and
-    those whose segment would be no smaller, are not compressed.
+    `sgl_kvc.spec.Extent` says what is compressed to how many blocks, as it does for the engine.
     """
-    spec = CompressionSpec(rate=rate)
-    whole = prompt // page_size
-    segment = spec.segment_blocks(prompt, page_size)
-    before = math.ceil((prompt + output) / page_size)
-    prompt_blocks = math.ceil(prompt / page_size)
-    if spec.off or spec.reason_to_skip(prompt, page_size):
-        return RequestBlocks(before, 0, before, prompt_blocks)
-    tail = math.ceil((prompt - whole * page_size + output) / page_size)
-    return RequestBlocks(before, segment, tail, prompt_blocks + segment)
+    extent = Extent.of(CompressionSpec(rate=rate), prompt, page_size)
+    segment = extent.segment_blocks if extent.compressed else 0
+    return RequestBlocks(
+        before=math.ceil((prompt + output) / page_size),
+        segment=segment,
+        tail=extent.tail_blocks(prompt + output),
+        prefill_peak=math.ceil(prompt / page_size) + segment,
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,13 +132,13 @@ def make_plan(
     page_size: int = 16,
 ) -> Plan:
     """Fill `memory` bytes, less `weights`, with blocks and requests. Raises PlanError."""
-    for option, value, least in (
-        ("--page-size", page_size, 1),
-        ("--input-len", input_len, 1),
-        ("--output-len", output_len, 1),
+    for option, value in (
+        ("--page-size", page_size),
+        ("--input-len", input_len),
+        ("--output-len", output_len),
     ):
-        if value < least:
-            raise PlanError(f"{option} must be at least {least} (got {value})")
+        if value < 1:
+            raise PlanError(f"{option} must be at least 1 (got {value})")
     if memory <= (weights or 0):
         raise PlanError(
             f"the weights alone take {weights} bytes; --memory gives {memory}"

@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from sgl_kvc.policy.catalog import Method, Parameter, methods
-from sgl_kvc.policy.presets import DEFAULT_POLICY, PRESETS
-from sgl_kvc.spec import parse, policy_parameters
+from sgl_kvc.spec import (
+    DEFAULT_POLICY,
+    PRESETS,
+    Method,
+    Parameter,
+    methods,
+    parse,
+    policy_parameters,
+)
 
 
 def catalogue() -> dict[str, Any]:
@@ -56,9 +62,7 @@ def _parameters(
     known: Mapping[str, Parameter], chosen: Mapping[str, Any]
 ) -> dict[str, dict[str, Any]]:
     """By name; the default is what is `chosen` there, the method's own otherwise."""
-    listed = {}
-    for name, parameter in known.items():
-        listed[name] = parameter.to_json() | {"default": chosen.get(name, parameter.default)}
-        if parameter.step != 1:
-            listed[name]["step"] = parameter.step
-    return listed
+    return {
+        name: parameter.to_json() | {"default": chosen.get(name, parameter.default)}
+        for name, parameter in known.items()
+    }

@@ -72,7 +72,7 @@ def _values(parameter: dict[str, Any]) -> str:
     if "choices" in parameter:
         return ", ".join(_short(choice) for choice in parameter["choices"])
     step = f" by {parameter['step']}" if "step" in parameter else ""
-    return f"{_short(parameter['least'])} to {_short(parameter['most'])}{step}"
+    return f"{_short(parameter['min'])} to {_short(parameter['max'])}{step}"
 
 
 def _short(value: Any) -> str:

@@ -74,8 +74,8 @@ def _check_url(url: str) -> None:
         raise SettingsError(f"--worker-url must look like http://host:30000 (got {url!r})")
 
 
-def _check_rate(option: str, rate: float, most: float) -> None:
+def _check_rate(option: str, rate: float, max_rate: float) -> None:
     try:
-        parse_rate(rate, max_rate=most)
+        parse_rate(rate, max_rate=max_rate)
     except SpecError as error:
-        raise SettingsError(f"{option}: {str(error).removeprefix(error.field + ': ')}") from None
+        raise SettingsError(f"{option}: {error.problem}") from None

@@ -25,8 +25,7 @@ from typing import Any
 import torch
 from kvc_kernels.score import causal_attention, window_attention
 
-from sgl_kvc.policy.catalog import methods
-from sgl_kvc.spec import CompressionSpec
+from sgl_kvc.spec import CompressionSpec, methods
 
 
 class FactsError(ValueError):

@@ -7,8 +7,7 @@ import math
 import httpx
 import pytest
 
-from sgl_kvc.policy.catalog import methods
-from sgl_kvc.policy.presets import PRESETS
+from sgl_kvc.spec import PRESETS, methods
 from tests.engine.conftest import prompt
 
 BLOCK = 16

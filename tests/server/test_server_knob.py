@@ -12,8 +12,7 @@ from kvc_server.errors import ApiError
 from kvc_server.knob import HEADER, place
 from kvc_server.settings import Settings
 
-from sgl_kvc.policy.presets import PRESETS
-from sgl_kvc.spec import CUSTOM_PARAM, FIELDS, CompressionSpec, SpecError, parse
+from sgl_kvc.spec import CUSTOM_PARAM, FIELDS, PRESETS, CompressionSpec, SpecError, parse
 
 SETTINGS = Settings(worker_url="http://127.0.0.1:1", max_rate=64)
 HALF = Settings(worker_url="http://127.0.0.1:1", default_rate=2, max_rate=64)

@@ -10,9 +10,7 @@ from gateways import Gateway
 from kvc_server.cli import main
 from kvc_server.policies import catalogue
 
-from sgl_kvc.policy.catalog import methods
-from sgl_kvc.policy.presets import DEFAULT_POLICY, PRESETS
-from sgl_kvc.spec import SpecError, parse, policy_parameters
+from sgl_kvc.spec import DEFAULT_POLICY, PRESETS, SpecError, methods, parse, policy_parameters
 
 
 def test_everything_is_listed() -> None:
@@ -44,8 +42,8 @@ def _beyond(parameter: dict) -> list:
     if "choices" in parameter:
         return ["no such choice"]
     step = parameter.get("step", 1)
-    inside = [parameter["least"] + 1] if step > 1 else []
-    return [parameter["least"] - step, parameter["most"] + step, *inside]
+    inside = [parameter["min"] + 1] if step > 1 else []
+    return [parameter["min"] - step, parameter["max"] + step, *inside]
 
 
 def test_listed_bounds_are_those_that_are_checked() -> None:
@@ -54,7 +52,7 @@ def test_listed_bounds_are_those_that_are_checked() -> None:
         known = policy_parameters(policy["scorer"], policy["apportioner"])
         for name, parameter in policy["parameters"].items():
             assert parameter.get("step", 1) == known[name].step
-            ends = parameter.get("choices") or [parameter["least"], parameter["most"]]
+            ends = parameter.get("choices") or [parameter["min"], parameter["max"]]
             for value in ends:
                 assert parse(knob | {name: value}).parameters[name] == value
             for value in _beyond(parameter):

@@ -12,11 +12,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from sgl_kvc.policy import catalog
 from sgl_kvc.policy.base import LayerContext, PagesContext, apportioner, scorer
-from sgl_kvc.policy.presets import PRESETS, Preset
 from sgl_kvc.policy.selection import select
-from sgl_kvc.spec import CompressionSpec, SpecError, parse
+from sgl_kvc.spec import PRESETS, CompressionSpec, Preset, SpecError, catalogue, parse
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "adding-a-policy.md").read_text()
 FILES = re.findall(r"`sgl_kvc/policy/(\w+)/(\w+)\.py`:\n\n```python\n(.*?)```", GUIDE, re.DOTALL)
@@ -34,8 +32,8 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
         path.write_text(text)
         package = importlib.import_module(f"sgl_kvc.policy.{family}")
         monkeypatch.setattr(package, "__path__", [*package.__path__, str(path.parent)])
-        method = catalog._read(family, path)
-        monkeypatch.setitem(catalog.methods(family), method.name, method)
+        method = catalogue._read(family, path)
+        monkeypatch.setitem(catalogue.methods(family), method.name, method)
     yield
     for family, name, _ in FILES:
         sys.modules.pop(f"sgl_kvc.policy.{family}.{name}", None)
@@ -88,7 +86,7 @@ def test_parameters_are_checked_and_described():
     with pytest.raises(SpecError, match="norm"):
         parse(KNOB | {"norm": "l3"})
     for family, name in (("scorers", "value-aware"), ("apportioners", "dense-first")):
-        method = catalog.methods(family)[name]
+        method = catalogue.methods(family)[name]
         assert method.source
         assert method.summary.endswith(".")
         assert all(parameter.about for parameter in method.parameters.values())

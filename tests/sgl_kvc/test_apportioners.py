@@ -15,16 +15,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from sgl_kvc.policy.apportioners._shares import protected_pages, split
 from sgl_kvc.policy.apportioners.cake import observe
 from sgl_kvc.policy.base import LayerContext, ModelFacts, PagesContext, apportioner
-from sgl_kvc.policy.catalog import Parameter, methods
 from sgl_kvc.policy.selection import protect
-from sgl_kvc.spec import CompressionSpec, parse
+from sgl_kvc.spec import CompressionSpec, Parameter, methods, parse
 
 #: (the apportioner, its parameters): all at their defaults, then every mix of their bounds.
 CASES = []
 
 
 def _ends(parameter: Parameter) -> tuple:
-    return parameter.choices or (parameter.least, parameter.most)
+    return parameter.choices or (parameter.min, parameter.max)
 
 
 for _name, _method in methods("apportioners").items():

@@ -26,6 +26,7 @@ from sgl_kvc.cache.radix import CompressingRadixCache, spec_of
 from sgl_kvc.platform.allocator import TorchPagedAllocator
 from sgl_kvc.pool.arena import ArenaKVPool
 from sgl_kvc.report import of as report_of
+from sgl_kvc.spec import Extent
 from tests import tiny_models
 from tests.waits import UnwaitingCache
 
@@ -135,7 +136,7 @@ class Lives(RuleBasedStateMachine):
                 self.cache.inc_lock_ref(req.last_node)
                 done = len(req.prefix_indices)
                 spec = spec_of(req)
-                if not spec.off and spec.reason_to_skip(len(tokens), PAGE) is None:
+                if Extent.of(spec, len(tokens), PAGE).compressed:
                     assert done <= max(0, len(tokens) - spec.window)
             end = min(len(tokens), done // PAGE * PAGE + chunk) if chunk else len(tokens)
             room = self.cache.room_before_question(req)
@@ -280,7 +281,8 @@ class Lives(RuleBasedStateMachine):
                 assert report["kept_per_head"]["min"] == min(kept) - decoded
                 assert report["kept_per_head"]["max"] == max(kept) - decoded
                 segment = (tail_begin - req.cache_protected_len) // PAGE
-                assert segment == req.kvc_spec.segment_blocks(report["prompt_tokens"], PAGE)
+                extent = Extent.of(spec, report["prompt_tokens"], PAGE)
+                assert segment == extent.segment_blocks
                 assert sum(kept) == LAYERS * HEADS * (segment * PAGE + len(tokens) - tail_begin)
             else:
                 assert set(kept) == {len(tokens)}

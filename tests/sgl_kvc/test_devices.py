@@ -24,9 +24,8 @@ from sgl_kvc.cache import continual
 from sgl_kvc.cache.plan import Plan
 from sgl_kvc.cache.radix import CompressingRadixCache
 from sgl_kvc.policy.base import ModelFacts
-from sgl_kvc.policy.presets import PRESETS
 from sgl_kvc.pool.arena import ArenaKVPool
-from sgl_kvc.spec import parse
+from sgl_kvc.spec import PRESETS, parse
 
 LAYERS, HEADS, GROUP, DIM, PAGE, HIDDEN, N = 3, 2, 2, 16, 8, 24, 200
 ROW, CONTEXT = 1, 512

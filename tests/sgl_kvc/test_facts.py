@@ -21,8 +21,8 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from sgl_kvc.attention.facts import PROFILE_VARIABLE, read_facts
 from sgl_kvc.policy.base import FactsError, ModelFacts
-from sgl_kvc.policy.catalog import FAMILIES, methods
 from sgl_kvc.profile import FILE_NAME
+from sgl_kvc.spec.catalogue import FAMILIES, methods
 from tests import tiny_models
 
 LAYERS, HEADS = 2, 4

@@ -10,10 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from sgl_kvc.policy.base import LayerContext, ModelFacts, PagesContext, apportioner, scorer
-from sgl_kvc.policy.catalog import methods
-from sgl_kvc.policy.presets import PRESETS
 from sgl_kvc.policy.selection import protect, select
-from sgl_kvc.spec import CompressionSpec, parse
+from sgl_kvc.spec import PRESETS, CompressionSpec, methods, parse
 
 LAYERS, HEADS, GROUP, DIM = 2, 3, 2, 8
 
@@ -102,9 +100,9 @@ def test_the_catalogue_describes_every_method(family):
         for parameter in method.parameters.values():
             assert parameter.about, f"{name}: {parameter.name} is not described"
             if parameter.choices:
-                assert parameter.default == parameter.choices[0]
+                assert parameter.default in parameter.choices
             else:
-                assert parameter.least <= parameter.default <= parameter.most
+                assert parameter.min <= parameter.default <= parameter.max
 
 
 def test_global_gives_pages_to_the_best_heads():

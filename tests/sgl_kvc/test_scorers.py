@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from sgl_kvc.policy.base import LayerContext, ModelFacts, scorer
-from sgl_kvc.policy.catalog import methods
 from sgl_kvc.policy.scorers.keyformer import _gumbel
-from sgl_kvc.spec import parse
+from sgl_kvc.spec import methods, parse
 
 LAYERS, DIM, HIDDEN = 2, 8, 12
 

@@ -10,7 +10,7 @@ from sgl_kvc.policy.base import PagesContext
 
 SOURCE = "Ada-KV, arXiv 2407.11550, algorithm 1, with its safeguard alpha (here `floor`)"
 PARAMETERS = {
-    "floor": (0.2, 0.0, 1.0),
+    "floor": {"default": 0.2, "min": 0.0, "max": 1.0},
 }
 
 

@@ -9,8 +9,8 @@ from sgl_kvc.policy.base import LayerContext, PagesContext
 
 SOURCE = "CAKE, arXiv 2503.12491: preference P = H^(1/tau1) V^(1/tau2) of a layer"
 PARAMETERS = {
-    "tau1": (1.0, 0.1, 10.0),
-    "tau2": (1.0, 0.1, 10.0),
+    "tau1": {"default": 1.0, "min": 0.1, "max": 10.0},
+    "tau2": {"default": 1.0, "min": 0.1, "max": 10.0},
 }
 
 

@@ -9,7 +9,7 @@ from sgl_kvc.policy.base import ModelFacts, PagesContext
 
 SOURCE = "KV-Compress, arXiv 2410.00161, algorithm 1; with profile_power ours"
 PARAMETERS = {
-    "profile_power": (0.0, 0.0, 8.0),
+    "profile_power": {"default": 0.0, "min": 0.0, "max": 8.0},
 }
 CONTINUAL = True
 

@@ -12,7 +12,7 @@ from sgl_kvc.policy.base import PagesContext
 SOURCE = "RazorAttention, arXiv 2407.15891; DuoAttention, arXiv 2410.10819"
 NEEDS = ("head_profile",)
 PARAMETERS = {
-    "retrieval": (0.25, 0.0, 1.0),
+    "retrieval": {"default": 0.25, "min": 0.0, "max": 1.0},
 }
 
 

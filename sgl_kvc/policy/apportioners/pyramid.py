@@ -9,7 +9,7 @@ from sgl_kvc.policy.base import PagesContext
 
 SOURCE = "PyramidKV, arXiv 2406.02069: budgets fall linearly from first to last layer"
 PARAMETERS = {
-    "beta": (20, 1, 1000),
+    "beta": {"default": 20, "min": 1, "max": 1000},
 }
 
 

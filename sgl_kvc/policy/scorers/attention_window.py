@@ -9,11 +9,11 @@ from sgl_kvc.policy.base import LayerContext
 
 SOURCE = "SnapKV, arXiv 2404.14469, section 4; squared: KV-Compress, arXiv 2410.00161, eq. 8"
 PARAMETERS = {
-    "window": (8, 1, 1024),
-    "pool": (7, 1, 255, 2),
-    "pooling": ("max", "mean"),
-    "norm": ("l2", "l1"),
-    "group": ("sum", "mean"),
+    "window": {"default": 8, "min": 1, "max": 1024},
+    "pool": {"default": 7, "min": 1, "max": 255, "step": 2},
+    "pooling": {"default": "max", "choices": ["max", "mean"]},
+    "norm": {"default": "l2", "choices": ["l2", "l1"]},
+    "group": {"default": "sum", "choices": ["sum", "mean"]},
 }
 CONTINUAL = True
 

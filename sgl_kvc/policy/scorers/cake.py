@@ -9,10 +9,10 @@ from sgl_kvc.policy.base import LayerContext
 
 SOURCE = "CAKE, arXiv 2503.12491: eviction indicator Mean(A) + gamma Var(A)"
 PARAMETERS = {
-    "window": (32, 1, 1024),
-    "pool": (5, 1, 255, 2),
-    "pooling": ("mean", "max"),
-    "gamma": (200.0, 0.0, 1e6),
+    "window": {"default": 32, "min": 1, "max": 1024},
+    "pool": {"default": 5, "min": 1, "max": 255, "step": 2},
+    "pooling": {"default": "mean", "choices": ["mean", "max"]},
+    "gamma": {"default": 200.0, "min": 0.0, "max": 1000000.0},
 }
 
 

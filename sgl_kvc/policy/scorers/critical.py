@@ -15,11 +15,11 @@ from sgl_kvc.policy.base import LayerContext
 SOURCE = "CriticalKV, arXiv 2502.03805, algorithm 1"
 NEEDS = ("output_projection",)
 PARAMETERS = {
-    "window": (32, 1, 1024),
-    "pool": (7, 1, 255, 2),
-    "pooling": ("max", "mean"),
-    "first_stage": (0.5, 0.0, 1.0),
-    "epsilon": (1e-4, 0.0, 1.0),
+    "window": {"default": 32, "min": 1, "max": 1024},
+    "pool": {"default": 7, "min": 1, "max": 255, "step": 2},
+    "pooling": {"default": "max", "choices": ["max", "mean"]},
+    "first_stage": {"default": 0.5, "min": 0.0, "max": 1.0},
+    "epsilon": {"default": 0.0001, "min": 0.0, "max": 1.0},
 }
 
 

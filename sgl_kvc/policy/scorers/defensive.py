@@ -10,10 +10,10 @@ from sgl_kvc.policy.base import LayerContext
 SOURCE = "DefensiveKV, arXiv 2510.13334: worst-case aggregation, prior-risk correction"
 NEEDS = ("output_projection",)
 PARAMETERS = {
-    "window": (32, 1, 1024),
-    "pool": (5, 1, 255, 2),
-    "pooling": ("mean", "max"),
-    "first_stage": (0.9, 0.0, 1.0),
+    "window": {"default": 32, "min": 1, "max": 1024},
+    "pool": {"default": 5, "min": 1, "max": 255, "step": 2},
+    "pooling": {"default": "mean", "choices": ["mean", "max"]},
+    "first_stage": {"default": 0.9, "min": 0.0, "max": 1.0},
 }
 
 

@@ -12,10 +12,10 @@ from sgl_kvc.policy.base import LayerContext
 SOURCE = "Expected Attention, arXiv 2510.00636: exp(mean k / sqrt(D) + k cov k / 2D), times |v|"
 NEEDS = ("cos_sin",)
 PARAMETERS = {
-    "future": (512, 1, 8192),
-    "covariance": (True, False),
-    "value_norm": (True, False),
-    "epsilon": (0.0, 0.0, 1.0),
+    "future": {"default": 512, "min": 1, "max": 8192},
+    "covariance": {"default": True, "choices": [True, False]},
+    "value_norm": {"default": True, "choices": [True, False]},
+    "epsilon": {"default": 0.0, "min": 0.0, "max": 1.0},
 }
 
 

@@ -12,10 +12,10 @@ SOURCE = (
 )
 NEEDS = ("special_tokens", "punctuation")
 PARAMETERS = {
-    "window": (64, 1, 1024),
-    "recovered": (0.95, 0.0, 1.0),
-    "frequent": (0.3, 0.0, 1.0),
-    "local": (0.3, 0.0, 1.0),
+    "window": {"default": 64, "min": 1, "max": 1024},
+    "recovered": {"default": 0.95, "min": 0.0, "max": 1.0},
+    "frequent": {"default": 0.3, "min": 0.0, "max": 1.0},
+    "local": {"default": 0.3, "min": 0.0, "max": 1.0},
 }
 
 

@@ -9,10 +9,10 @@ from sgl_kvc.policy.base import LayerContext
 
 SOURCE = "H2O, arXiv 2306.14048, algorithm 1; KVC-full: KV-Compress, arXiv 2410.00161, eq. 8 and 19"
 PARAMETERS = {
-    "norm": ("l2", "l1"),
-    "average": (False, True),
-    "excluded": (0, 0, 4096),
-    "recent_share": (0.0, 0.0, 1.0),
+    "norm": {"default": "l2", "choices": ["l2", "l1"]},
+    "average": {"default": False, "choices": [False, True]},
+    "excluded": {"default": 0, "min": 0, "max": 4096},
+    "recent_share": {"default": 0.0, "min": 0.0, "max": 1.0},
 }
 
 

@@ -9,9 +9,9 @@ from sgl_kvc.policy.base import LayerContext
 
 SOURCE = "Keyformer, arXiv 2403.09054, algorithm 1: sum of softmax((x + Gumbel) / temperature)"
 PARAMETERS = {
-    "temperature": (1.0, 0.1, 10.0),
-    "recent_share": (0.3, 0.0, 1.0),
-    "seed": (0, 0, 2147483647),
+    "temperature": {"default": 1.0, "min": 0.1, "max": 10.0},
+    "recent_share": {"default": 0.3, "min": 0.0, "max": 1.0},
+    "seed": {"default": 0, "min": 0, "max": 2147483647},
 }
 _WORD = 0xFFFFFFFF
 _TABLE = 1 << 16

@@ -10,7 +10,9 @@ SOURCE = (
     "LagKV, arXiv 2504.04704, section 3: spread of (k - min) / (max - min) over channels, min "
     "and max over the next part"
 )
-PARAMETERS = {"lag": (128, 2, 4096)}
+PARAMETERS = {
+    "lag": {"default": 128, "min": 2, "max": 4096},
+}
 
 
 def score(context: LayerContext, lag: int) -> torch.Tensor:

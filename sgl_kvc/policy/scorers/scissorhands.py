@@ -7,7 +7,9 @@ import torch
 from sgl_kvc.policy.base import LayerContext
 
 SOURCE = "Scissorhands, arXiv 2305.17118, algorithm 2"
-PARAMETERS = {"window": (64, 1, 1024)}
+PARAMETERS = {
+    "window": {"default": 64, "min": 1, "max": 1024},
+}
 
 
 def score(context: LayerContext, window: int) -> torch.Tensor:

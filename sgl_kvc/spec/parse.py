@@ -1,7 +1,4 @@
-"""The compression knob of one request: parse, validate, presets.
-
-This module imports neither torch nor SGLang, so that the gateway can refuse a bad knob
-before the engine sees it, with the same rules the engine uses.
+"""The compression knob of one request, parsed and validated.
 
 The knob is a flat JSON object (SGLang carries it as ``custom_params["kv_compression"]``,
 whose nested values must be scalars)::
@@ -20,26 +17,12 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from sgl_kvc.policy.catalog import Parameter, methods
-from sgl_kvc.policy.presets import DEFAULT_POLICY, PRESETS, Preset
+from sgl_kvc.spec import checks
+from sgl_kvc.spec.catalogue import Parameter, methods
+from sgl_kvc.spec.errors import SpecError
+from sgl_kvc.spec.presets import DEFAULT_POLICY, MIN_RECENT, PRESETS, Preset
 
 MAX_RATE = 1024.0
-CUSTOM_PARAM = "kv_compression"
-LEAST_RECENT = 32
-
-
-class SpecError(ValueError):
-    """A knob that cannot be used.
-
-    Attributes
-    ----------
-    field : the offending field, dotted from the request body's root
-        (for example ``kv_compression.rate``).
-    """
-
-    def __init__(self, field: str, problem: str):
-        self.field = f"{CUSTOM_PARAM}.{field}" if field else CUSTOM_PARAM
-        super().__init__(f"{self.field}: {problem}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +39,8 @@ class CompressionSpec:
     recent : last positions of what is compressed that are always kept, up to a quarter of what a
         head keeps on average.
     min_tokens : prompts shorter than this are served uncompressed.
+    prefix_tokens : the prompt's first tokens, kept whole and shared with other requests; only
+        what follows is compressed.
     question_tokens : the prompt's last tokens, read only after compression, as a later turn's
         would be; no score sees them.
     recompress_every : decoded tokens after which segment and tail are compressed again, by
@@ -69,8 +54,9 @@ class CompressionSpec:
     apportioner: str = PRESETS[DEFAULT_POLICY].apportioner
     parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     sinks: int = PRESETS[DEFAULT_POLICY].sinks
-    recent: int = LEAST_RECENT
+    recent: int = MIN_RECENT
     min_tokens: int = 64
+    prefix_tokens: int = 0
     question_tokens: int = 0
     recompress_every: int = 0
 
@@ -89,38 +75,13 @@ class CompressionSpec:
         """Whether every query has to be computed, so that nothing may come from a cache."""
         return methods("scorers")[self.scorer].all_queries
 
-    def whole_blocks(self, prompt_tokens: int, page_size: int) -> int:
-        """Blocks of a prompt that are compressed: without its question, its last partial one."""
-        return max(0, prompt_tokens - self.question_tokens) // page_size
-
-    def segment_blocks(self, prompt_tokens: int, page_size: int) -> int:
-        """Blocks that the whole blocks of a prompt are compressed to; known before any score."""
-        return self.blocks_for(self.whole_blocks(prompt_tokens, page_size), page_size)
-
     def blocks_for(self, whole: int, page_size: int) -> int:
-        """Blocks that `whole` blocks are compressed to."""
+        """Blocks that `whole` blocks of `page_size` tokens are compressed to, at least 1."""
         if self.budget is not None:
             wanted = math.ceil(self.budget / page_size)
         else:
             wanted = math.ceil(whole / self.rate)
         return max(1, min(wanted, whole))
-
-    def reason_to_skip(self, prompt_tokens: int, page_size: int) -> str | None:
-        """Why a prompt of this length cannot be compressed as asked; None when it can.
-
-        With `recompress_every`, a prompt that has nothing to remove yet still gets blocks of
-        its own, since those it shares cannot be compressed later.
-        """
-        if self.recompress_every and self.whole_blocks(prompt_tokens, page_size):
-            return None
-        if prompt_tokens < self.min_tokens:
-            least = f"min_tokens ({self.min_tokens})"
-            return f"the prompt's {prompt_tokens} tokens are fewer than {least}"
-        whole = self.whole_blocks(prompt_tokens, page_size)
-        if whole <= 1 or self.segment_blocks(prompt_tokens, page_size) >= whole:
-            what = "what comes before the question" if self.question_tokens else "the prompt"
-            return f"nothing to remove: {what} fills {whole} whole blocks of {page_size} tokens"
-        return None
 
     def to_json(self) -> dict[str, Any]:
         """The knob that `parse` would turn into this spec, for ``custom_params``."""
@@ -135,11 +96,12 @@ class CompressionSpec:
         return fields | {"scorer": self.scorer, "apportioner": self.apportioner}
 
 
-_INTEGERS = {  # field: (least, most)
+_INTEGERS = {  # field: (min, max)
     "budget": (1, 1 << 24),
     "sinks": (0, 4096),
     "recent": (0, 4096),
     "min_tokens": (0, 1 << 24),
+    "prefix_tokens": (0, 1 << 24),
     "question_tokens": (0, 1 << 24),
     "recompress_every": (0, 1 << 24),
 }
@@ -171,9 +133,9 @@ def parse(knob: Any, *, max_rate: float = MAX_RATE) -> CompressionSpec:
         raise SpecError("rate", "one of rate and budget is required")
     if "rate" in given:
         values["rate"] = parse_rate(given["rate"], max_rate=max_rate)
-    for name, (least, most) in _INTEGERS.items():
+    for name, (low, high) in _INTEGERS.items():
         if name in given:
-            values[name] = _integer(name, given[name], least, most)
+            values[name] = checks.integer(name, given[name], low, high)
     if values.get("recompress_every"):
         for family in ("scorer", "apportioner"):
             if not methods(f"{family}s")[values[family]].continual:
@@ -181,19 +143,19 @@ def parse(knob: Any, *, max_rate: float = MAX_RATE) -> CompressionSpec:
                 problem = f"{family} {values[family]} cannot go on during decode; {able} can"
                 raise SpecError("recompress_every", problem)
     if values["recent"] is None:
-        values["recent"] = max(values["parameters"].get("window", 1), LEAST_RECENT)
+        values["recent"] = max(values["parameters"].get("window", 1), MIN_RECENT)
     return CompressionSpec(**values)
 
 
 def parse_rate(value: Any, *, max_rate: float = MAX_RATE) -> float:
     """A rate in [1, max_rate]; raises SpecError otherwise. JSON numbers only."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
-        problem = f"must be a finite number, KVs before / KVs after (got {_short(value)})"
+        problem = f"must be a finite number, KVs before / KVs after (got {checks.short(value)})"
         raise SpecError("rate", problem)
     if value < 1:
-        raise SpecError("rate", f"must be at least 1, which means off (got {_short(value)})")
+        raise SpecError("rate", f"must be at least 1, which means off (got {checks.short(value)})")
     if value > max_rate:
-        problem = f"must be at most {max_rate:g} on this server (got {_short(value)})"
+        problem = f"must be at most {max_rate:g} on this server (got {checks.short(value)})"
         raise SpecError("rate", problem)
     return float(value)
 
@@ -207,12 +169,12 @@ def _policy(given: Mapping[str, Any]) -> dict[str, Any]:
         raise SpecError(missing, f"is required beside {named[0]}")
     if named:
         for key in named:
-            _one_of(key, given[key], sorted(methods(f"{key}s")))
+            checks.one_of(key, given[key], sorted(methods(f"{key}s")))
         scorer, apportioner = given["scorer"], given["apportioner"]
         name, preset = f"{scorer}+{apportioner}", Preset(scorer, apportioner, "")
     else:
         name = given.get("policy", DEFAULT_POLICY)
-        _one_of("policy", name, sorted(PRESETS))
+        checks.one_of("policy", name, sorted(PRESETS))
         preset = PRESETS[name]
     values = {field.name: getattr(preset, field.name) for field in dataclasses.fields(preset)}
     del values["source"]
@@ -229,7 +191,7 @@ def _parameters(knob: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str,
     chosen = {name: parameter.default for name, parameter in known.items()} | values["parameters"]
     for name, parameter in known.items():
         if knob.get(name) is not None:
-            chosen[name] = _checked(parameter, knob[name])
+            chosen[name] = checks.parameter_value(parameter, knob[name])
     return chosen
 
 
@@ -238,46 +200,6 @@ def policy_parameters(scorer: str, apportioner: str) -> dict[str, Parameter]:
     return dict(
         methods("scorers")[scorer].parameters | methods("apportioners")[apportioner].parameters
     )
-
-
-def _checked(parameter: Parameter, value: Any) -> Any:
-    if parameter.choices:
-        _one_of(parameter.name, value, list(parameter.choices))
-        return value
-    least, most = parameter.least, parameter.most
-    if parameter.whole:
-        whole = _integer(parameter.name, value, least, most)
-        if (whole - least) % parameter.step:
-            problem = f"must be {least} plus a multiple of {parameter.step} (got {whole})"
-            raise SpecError(parameter.name, problem)
-        return whole
-    number = isinstance(value, (int, float)) and not isinstance(value, bool)
-    if not number or not least <= value <= most:
-        problem = f"must be a number from {least:g} to {most:g} (got {_short(value)})"
-        raise SpecError(parameter.name, problem)
-    return float(value)
-
-
-def _one_of(field: str, value: Any, known: list[Any]) -> None:
-    if not any(value is one or (isinstance(value, str) and value == one) for one in known):
-        names = ", ".join(map(str, known))
-        raise SpecError(field, f"unknown {field} {_short(value)}; known are {names}")
-
-
-def _integer(field: str, value: Any, least: int, most: int) -> int:
-    whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
-    if isinstance(value, bool) or not whole or not least <= value <= most:
-        problem = f"must be a whole number from {least} to {most} (got {_short(value)})"
-        raise SpecError(field, problem)
-    return int(value)
-
-
-def _short(value: Any) -> str:
-    """The value as the client gave it, cut to what fits a message."""
-    if isinstance(value, int) and abs(value) >= 10**20:
-        return "a number of more than 20 digits"
-    shown = repr(value)
-    return shown if len(shown) <= 60 else f"{shown[:57]}..."
 
 
 #: What a request without a knob gets.

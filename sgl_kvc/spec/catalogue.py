@@ -1,17 +1,17 @@
 """Which scorers and apportioners there are, and the parameters of each.
 
-Read from the source of ``scorers/*.py`` and ``apportioners/*.py`` without running it, because
-the gateway asks too and must not import torch. A method's file says, at module level::
+Read from the source of ``policy/scorers/*.py`` and ``policy/apportioners/*.py`` without running
+it, because the gateway asks too and must not import torch. A method's file says, at module level::
 
     SOURCE = "SnapKV, arXiv 2404.14469, section 4"
     PARAMETERS = {
-        "window": (8, 1, 1024),          # default, least, most
-        "pool": (7, 1, 255, 2),          # and the step, from the least
-        "pooling": ("max", "mean"),      # choices, the default first
-        "values": (False, True),         # a switch, the default first
+        "window": {"default": 8, "min": 1, "max": 1024},
+        "pool": {"default": 7, "min": 1, "max": 255, "step": 2},    # steps count from the min
+        "gamma": {"default": 200.0, "min": 0.0, "max": 1e6},        # takes fractions
+        "pooling": {"default": "max", "choices": ["max", "mean"]},
+        "values": {"default": False, "choices": [False, True]},
     }
-
-    NEEDS = ("head_profile",)            # of base.ModelFacts
+    NEEDS = ("head_profile",)            # of policy/base.py's ModelFacts
     CONTINUAL = True                     # can go on during decode (docs/design.md)
 
 and describes each parameter in the docstring of its function, in numpydoc's form.
@@ -32,18 +32,18 @@ _CONSTANTS = ("SOURCE", "PARAMETERS", "NEEDS", "CONTINUAL")
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """A parameter of a method: a number in [least, most], or one of `choices`.
+    """A parameter of a method: a number in [min, max], or one of `choices`.
 
     Attributes
     ----------
-    step : of whole numbers, counted from `least`.
+    step : of whole numbers, counted from `min`.
     """
 
     name: str
     default: Any
     about: str
-    least: float | None = None
-    most: float | None = None
+    min: float | None = None
+    max: float | None = None
     step: int = 1
     choices: tuple[Any, ...] = ()
 
@@ -53,9 +53,11 @@ class Parameter:
         return isinstance(self.default, int)
 
     def to_json(self) -> dict[str, Any]:
-        """Default, bounds or choices, and what it is."""
-        limits = {"choices": list(self.choices)} if self.choices else {
-            "least": self.least, "most": self.most}  # fmt: skip
+        """Default, bounds (the step if it is not 1) or choices, and what it is."""
+        limits: dict[str, Any] = {"choices": list(self.choices)}
+        if not self.choices:
+            limits = {"min": self.min, "max": self.max}
+            limits |= {"step": self.step} if self.step != 1 else {}
         return {"default": self.default, **limits, "about": self.about}
 
 
@@ -84,7 +86,7 @@ class Method:
 @functools.cache
 def methods(family: str) -> dict[str, Method]:
     """The methods of `family` ("scorers" or "apportioners") by name, one a file."""
-    folder = Path(__file__).parent / family
+    folder = Path(__file__).parents[1] / "policy" / family
     files = sorted(path for path in folder.glob("*.py") if not path.stem.startswith("_"))
     return {method.name: method for method in (_read(family, path) for path in files)}
 
@@ -113,11 +115,9 @@ def _read(family: str, path: Path) -> Method:
     )
 
 
-def _parameter(name: str, given: tuple, about: str) -> Parameter:
-    if isinstance(given[0], (str, bool)):
-        return Parameter(name, given[0], about, choices=tuple(given))
-    default, least, most, *step = given
-    return Parameter(name, default, about, least, most, *step)
+def _parameter(name: str, given: dict[str, Any], about: str) -> Parameter:
+    choices = tuple(given.get("choices", ()))
+    return Parameter(name, about=about, **(given | {"choices": choices}))
 
 
 def _descriptions(docstring: str) -> dict[str, str]:

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 DEFAULT_POLICY = "kv-compress"
+#: Last positions that are kept where neither request nor preset says how many.
+MIN_RECENT = 32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +24,7 @@ class Preset:
     source : the paper.
     parameters : of scorer and apportioner, where they differ from the methods' defaults.
     sinks, recent : first and last positions that are always kept; `recent` None means as
-        many as the scorer's window holds, at least `spec.LEAST_RECENT`.
+        many as the scorer's window holds, at least `MIN_RECENT`.
     """
 
     scorer: str

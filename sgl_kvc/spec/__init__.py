@@ -1,0 +1,40 @@
+"""The compression knob: what a request can ask for, and what that means for its prompt.
+
+This package imports neither torch nor SGLang, so the gateway can refuse a bad knob by the same
+rules as the engine. The gateway imports nothing else of ours.
+"""
+
+from sgl_kvc.spec.catalogue import Method, Parameter, methods
+from sgl_kvc.spec.errors import CUSTOM_PARAM, SpecError
+from sgl_kvc.spec.extent import Extent
+from sgl_kvc.spec.parse import (
+    FIELDS,
+    MAX_RATE,
+    MIN_RECENT,
+    OFF,
+    CompressionSpec,
+    parse,
+    parse_rate,
+    policy_parameters,
+)
+from sgl_kvc.spec.presets import DEFAULT_POLICY, PRESETS, Preset
+
+__all__ = [
+    "CUSTOM_PARAM",
+    "DEFAULT_POLICY",
+    "FIELDS",
+    "MAX_RATE",
+    "MIN_RECENT",
+    "OFF",
+    "PRESETS",
+    "CompressionSpec",
+    "Extent",
+    "Method",
+    "Parameter",
+    "Preset",
+    "SpecError",
+    "methods",
+    "parse",
+    "parse_rate",
+    "policy_parameters",
+]

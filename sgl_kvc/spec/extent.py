@@ -1,0 +1,114 @@
+"""Which part of a prompt is compressed, to how many blocks, or why it is not."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from sgl_kvc.spec.parse import CompressionSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class Extent:
+    """A prompt's geometry under a knob. Made by `Extent.of`, known before any score::
+
+        [ 0 ...... begin )  [ begin ...... end )  [ end ...... prompt_tokens )
+          prefix, whole       compressed to         tail: last partial block,
+          and shared          segment_blocks        and the question
+
+    Attributes
+    ----------
+    page_size : tokens of a block, P.
+    prompt_tokens : tokens that the prefill processes.
+    begin : where compression begins, a multiple of P: `prefix_tokens` rounded down. What lies
+        before is kept whole and stays shared.
+    end : where the compressed blocks end, a multiple of P (S in docs/design.md).
+    scored : tokens that the scores cover: `prompt_tokens` without a question, else `end`.
+    segment_blocks : blocks that the knob compresses [begin, end) to, from 1 to
+        ``(end - begin) / P``; 1 where that is 0.
+    match_limit : tokens that may come from the prefix cache. The queries that the scorer looks at
+        have to be computed: the last window, or all. `prompt_tokens` if it is not compressed.
+    match_limit_with_states : the same where the cache remembers what a scorer that looks at all
+        queries saw of this prompt.
+    skipped : why the prompt is not compressed as asked, a sentence; None if it is, or if nothing
+        was asked for.
+    compressed : whether the prompt is compressed after prefill.
+    """
+
+    page_size: int
+    prompt_tokens: int
+    begin: int
+    end: int
+    scored: int
+    segment_blocks: int
+    match_limit: int
+    match_limit_with_states: int
+    skipped: str | None
+    compressed: bool
+
+    @classmethod
+    def of(
+        cls,
+        spec: CompressionSpec,
+        prompt_tokens: int,
+        page_size: int,
+        *,
+        unable: str | None = None,
+    ) -> Extent:
+        """The extent of a prompt.
+
+        Parameters
+        ----------
+        prompt_tokens : tokens that the prefill processes, at least 0.
+        unable : why the engine cannot compress this request; it becomes `skipped`.
+        """
+        end = max(0, prompt_tokens - spec.question_tokens) // page_size * page_size
+        begin = min(spec.prefix_tokens // page_size * page_size, end)
+        blocks = (end - begin) // page_size
+        skipped = None
+        if not spec.off:
+            skipped = unable or _reason_to_skip(spec, prompt_tokens, blocks, page_size)
+        compressed = not spec.off and skipped is None
+        scored = end if spec.question_tokens else prompt_tokens
+        limit = max(0, scored - spec.window) if compressed else prompt_tokens
+        return cls(
+            page_size=page_size,
+            prompt_tokens=prompt_tokens,
+            begin=begin,
+            end=end,
+            scored=scored,
+            segment_blocks=spec.blocks_for(blocks, page_size),
+            match_limit=0 if compressed and spec.all_queries else limit,
+            match_limit_with_states=limit,
+            skipped=skipped,
+            compressed=compressed,
+        )
+
+    def tail_blocks(self, tokens: int) -> int:
+        """Blocks of the tail once prompt and output are `tokens`; all of them if not compressed."""
+        tail = tokens - self.end if self.compressed else tokens
+        return -(-tail // self.page_size)
+
+
+def _reason_to_skip(
+    spec: CompressionSpec, prompt_tokens: int, blocks: int, page_size: int
+) -> str | None:
+    """Why `blocks` whole blocks cannot be compressed as asked; None when they can.
+
+    With `recompress_every`, a prompt that has nothing to remove yet still gets blocks of its own,
+    since those it shares cannot be compressed later.
+    """
+    if spec.recompress_every and blocks:
+        return None
+    if prompt_tokens < spec.min_tokens:
+        return (
+            f"the prompt's {prompt_tokens} tokens are fewer than min_tokens ({spec.min_tokens})"
+        )
+    if spec.blocks_for(blocks, page_size) < blocks:
+        return None
+    what = {
+        (False, False): "the prompt",
+        (False, True): "what comes before the question",
+        (True, False): "what follows prefix_tokens",
+        (True, True): "what lies between prefix_tokens and the question",
+    }[spec.prefix_tokens > 0, spec.question_tokens > 0]
+    return f"nothing to remove: {what} fills {blocks} whole blocks of {page_size} tokens"
