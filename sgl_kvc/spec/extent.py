@@ -22,9 +22,10 @@ class Extent:
     begin : where compression begins, a multiple of P: `prefix_tokens` rounded down. What lies
         before is kept whole and stays shared.
     end : where the compressed blocks end, a multiple of P (S in docs/design.md).
-    scored : tokens that the scores cover: `prompt_tokens` without a question, else `end`.
+    scored : tokens that the scores cover: `prompt_tokens`, or `end` where what follows is read
+        after compression (a question; all there is, where nothing is compressed before decode).
     segment_blocks : blocks that the knob compresses [begin, end) to, from 1 to
-        ``(end - begin) / P``; 1 where that is 0.
+        ``(end - begin) / P``; 0 where that is 0.
     match_limit : tokens that may come from the prefix cache. The queries that the scorer looks at
         have to be computed: the last window, or all. `prompt_tokens` if it is not compressed.
     match_limit_with_states : the same where the cache remembers what a scorer that looks at all
@@ -68,7 +69,7 @@ class Extent:
         if not spec.off:
             skipped = unable or _reason_to_skip(spec, prompt_tokens, blocks, page_size)
         compressed = not spec.off and skipped is None
-        scored = end if spec.question_tokens else prompt_tokens
+        scored = end if spec.question_tokens or not blocks else prompt_tokens
         limit = max(0, scored - spec.window) if compressed else prompt_tokens
         return cls(
             page_size=page_size,
@@ -76,12 +77,18 @@ class Extent:
             begin=begin,
             end=end,
             scored=scored,
-            segment_blocks=spec.blocks_for(blocks, page_size),
+            segment_blocks=spec.blocks_for(blocks, page_size) if blocks else 0,
             match_limit=0 if compressed and spec.all_queries else limit,
             match_limit_with_states=limit,
             skipped=skipped,
             compressed=compressed,
         )
+
+    @property
+    def cut(self) -> int | None:
+        """Where the prefill has to stop, to compress before the rest is read; None: nowhere."""
+        cuts = self.compressed and 0 < self.end == self.scored < self.prompt_tokens
+        return self.end if cuts else None
 
     def tail_blocks(self, tokens: int) -> int:
         """Blocks of the tail once prompt and output are `tokens`; all of them if not compressed."""
@@ -97,13 +104,13 @@ def _reason_to_skip(
     With `recompress_every`, a prompt that has nothing to remove yet still gets blocks of its own,
     since those it shares cannot be compressed later.
     """
-    if spec.recompress_every and blocks:
+    if spec.recompress_every:
         return None
     if prompt_tokens < spec.min_tokens:
         return (
             f"the prompt's {prompt_tokens} tokens are fewer than min_tokens ({spec.min_tokens})"
         )
-    if spec.blocks_for(blocks, page_size) < blocks:
+    if blocks and spec.blocks_for(blocks, page_size) < blocks:
         return None
     what = {
         (False, False): "the prompt",
