@@ -6,8 +6,8 @@ import pytest
 import torch
 from kvc_kernels.score import causal_logits
 
-from sgl_kvc.cache.plan import Plan
-from sgl_kvc.spec import parse
+from sgl_kvc.policy.scores import PromptScores
+from sgl_kvc.spec import Extent, parse
 
 N, HEADS, GROUP, DIM, PAGE = 60, 2, 3, 8, 4
 SCALE = DIM**-0.5
@@ -24,7 +24,8 @@ def scored(knob: dict, drawn, ends: list[int], *, with_lse: bool) -> tuple[torch
     queries, keys, values = drawn
     logits = torch.cat([x for _, x in causal_logits(queries, keys, SCALE)], dim=2)
     lse = logits.logsumexp(-1).permute(2, 0, 1).flatten(1)
-    plan = Plan(parse({"rate": 3, "min_tokens": 0} | knob), list(range(N)), PAGE, 1)
+    spec = parse({"rate": 3, "min_tokens": 0} | knob)
+    scores = PromptScores(spec, Extent.of(spec, N, PAGE), list(range(N)), PAGE, layers=1)
     read, begin = [], 0
     for end in ends:
 
@@ -34,9 +35,9 @@ def scored(knob: dict, drawn, ends: list[int], *, with_lse: bool) -> tuple[torch
 
         mine = slice(begin, end)
         known = lse[mine] if with_lse else None
-        plan.observe(0, queries[mine], end, cached, SCALE, known)
+        scores.observe(0, queries[mine], end, cached, SCALE, known)
         begin = end
-    return plan.scores(), read
+    return scores.scores(), read
 
 
 @pytest.mark.parametrize("with_lse", [True, False])
