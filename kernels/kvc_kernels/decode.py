@@ -1,43 +1,58 @@
-"""Attention of one query per request over its segment and tail."""
+"""Attention of one query per request over all that it holds."""
 
 from __future__ import annotations
 
 import torch
 
-from kvc_kernels.pages import HeadPages
+from kvc_kernels.cache import Batch
+from kvc_kernels.dispatch import use_triton
+from kvc_kernels.pages import head_kvs_reference, head_pages_reference
 
 
 def decode(
     query: torch.Tensor,
-    arena_k: torch.Tensor,
-    arena_v: torch.Tensor,
-    pages: HeadPages,
+    batch: Batch,
+    layer: int,
     scale: float,
+    *,
     metric: torch.Tensor | None = None,
-    counted: torch.Tensor | None = None,
+    tracked: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention over head pages; work and memory follow the pages there are, no padding.
+    """Attention of one layer in a decode step; work and memory follow the pages there are.
 
     Parameters
     ----------
-    query : [B, H*G, D].
-    arena_k, arena_v : flat views [num_pages, P, D] and [num_pages, P, Dv].
-    pages : what each of the ``B * H`` owners reads.
+    query : [B, H*G, D], dense but for its first stride.
+    batch : its requests; their new KVs are in the cache already.
+    layer : of the arena.
     scale : factor on the logits.
-    metric : float32 [num_pages, P]; squared attention, summed over the query group, is added
-        to the KVs of owners that are `counted` (arXiv 2410.00161, eq. 20).
-    counted : bool [B * H].
+    metric : float32 [num_blocks, L, H, P], written: squared attention, summed over the query
+        group, is added to the KVs of `tracked` requests (arXiv 2410.00161, eq. 20), but for those
+        of shared spans, which belong to others.
+    tracked : bool [rows], by request row; needed with `metric`.
 
     Returns
     -------
-    out : float32 [B, H*G, Dv]; zero for an owner without KVs.
+    out : [B, H*G, Dv] in the query's dtype; zero for a head without KVs.
     lse : float32 [B, H*G], natural log of the sum of exponentials; -inf without KVs.
+
+    Raises
+    ------
+    ValueError : if the query does not fit the cache.
     """
-    owners = len(pages.count)
-    grouped = query.reshape(owners, -1, query.shape[-1]).float()
-    group = grouped.shape[1]
-    logits = torch.bmm(grouped[pages.owner], arena_k.index_select(0, pages.page).float().mT) * scale
-    absent = torch.arange(arena_k.shape[1], device=query.device) >= pages.length[:, None]
+    check_query(query, batch)
+    if use_triton(query):
+        from kvc_kernels.gpu import decode as gpu
+
+        return gpu.decode(query, batch, layer, scale, metric=metric, tracked=tracked)
+    cache, pages = batch.cache, batch.head_pages[layer]
+    grouped = query.unflatten(1, (cache.heads, -1)).flatten(0, 1).float()
+    owners, group = grouped.shape[:2]
+    keys = cache.flat_k.index_select(0, pages.page).float()
+    logits = torch.bmm(grouped[pages.owner], keys.mT) * scale
+    del keys  # its memory is warm for the values
+    offset = torch.arange(cache.page_size, dtype=pages.length.dtype, device=query.device)
+    absent = offset >= pages.length[:, None]
     logits.masked_fill_(absent[:, None], float("-inf"))
 
     by_owner = pages.owner[:, None].expand(-1, group)
@@ -45,46 +60,51 @@ def decode(
     largest.scatter_reduce_(0, by_owner, logits.amax(-1), "amax")
     weights = logits.sub_(largest[pages.owner][..., None]).exp_()
     total = logits.new_zeros(owners, group).index_add_(0, pages.owner, weights.sum(-1))
-    out = logits.new_zeros(owners, group, arena_v.shape[-1])
-    out.index_add_(0, pages.owner, torch.bmm(weights, arena_v.index_select(0, pages.page).float()))
+    out = logits.new_zeros(owners, group, cache.flat_v.shape[-1])
+    values = cache.flat_v.index_select(0, pages.page).float()
+    out.index_add_(0, pages.owner, torch.bmm(weights, values))
     if metric is not None:
-        mine = counted[pages.owner].nonzero().squeeze(1)
+        owner_tracked = tracked[batch.request].repeat_interleave(cache.heads)
+        mine = (owner_tracked[pages.owner] & ~pages.shared).nonzero().squeeze(1)
         attention = weights[mine] / total[pages.owner[mine]][..., None]
-        metric.index_add_(0, pages.page[mine], attention.square_().sum(1))
+        metric.flatten(0, 2).index_add_(0, pages.page[mine], attention.square_().sum(1))
     out /= total.clamp(min=torch.finfo(torch.float32).tiny)[..., None]
-    return out.view(query.shape[0], -1, arena_v.shape[-1]), (largest + total.log()).view(
-        query.shape[0], -1
-    )
+    out = out.view(*query.shape[:2], out.shape[-1]).to(query.dtype)
+    return out, (largest + total.log()).view(query.shape[:2])
 
 
 def decode_reference(
     query: torch.Tensor,
-    arena_k: torch.Tensor,
-    arena_v: torch.Tensor,
-    pages: HeadPages,
+    batch: Batch,
+    layer: int,
     scale: float,
+    *,
     metric: torch.Tensor | None = None,
-    counted: torch.Tensor | None = None,
+    tracked: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`decode`, one request and head at a time."""
-    owners = len(pages.count)
-    grouped = query.reshape(owners, -1, query.shape[-1]).float()
-    out = torch.zeros(*grouped.shape[:2], arena_v.shape[-1])
-    lse = torch.full(grouped.shape[:2], float("-inf"))
-    for owner in range(owners):
-        mine = (pages.owner == owner).nonzero().flatten().tolist()
-        if not mine:
-            continue
-        spans = [(int(pages.page[i]), int(pages.length[i])) for i in mine]
-        keys = torch.cat([arena_k[page, :length] for page, length in spans]).float()
-        values = torch.cat([arena_v[page, :length] for page, length in spans]).float()
-        logits = grouped[owner] @ keys.T * scale
-        out[owner] = logits.softmax(-1) @ values
-        lse[owner] = logits.logsumexp(-1)
-        if metric is not None and counted[owner]:
-            squares = (logits.softmax(-1) ** 2).sum(0)
-            for (page, length), part in zip(
-                spans, squares.split([length for _, length in spans]), strict=True
-            ):
-                metric[page, :length] += part
-    return out.view(query.shape[0], -1, arena_v.shape[-1]), lse.view(query.shape[0], -1)
+    """`decode`, one request and head at a time; `out` is float32."""
+    cache = batch.cache
+    grouped = query.unflatten(1, (cache.heads, -1)).float()
+    out = torch.zeros(*grouped.shape[:3], cache.flat_v.shape[-1])
+    lse = torch.zeros(grouped.shape[:3])
+    for request, row in enumerate(batch.request.tolist()):
+        for head in range(cache.heads):
+            keys, values = head_kvs_reference(batch, request, layer, head)
+            logits = grouped[request, head] @ keys.T * scale
+            out[request, head] = logits.softmax(-1) @ values
+            lse[request, head] = logits.logsumexp(-1)
+            if metric is None or not tracked[row]:
+                continue
+            pages = head_pages_reference(batch, request, layer, head)
+            squares = (logits.softmax(-1) ** 2).sum(0).split([length for _, length, _ in pages])
+            for (page, length, span), part in zip(pages, squares, strict=True):
+                if span:
+                    metric.flatten(0, 2)[page, :length] += part
+    return out.flatten(1, 2), lse.flatten(1, 2)
+
+
+def check_query(query: torch.Tensor, batch: Batch) -> None:
+    """Raise ValueError unless `query` [n, H*G, D] is dense and fits the batch's cache."""
+    heads, dim = batch.cache.heads, batch.cache.arena_k.shape[-1]
+    if query.shape[1] % heads or query.shape[2] != dim or not query[:1].is_contiguous():
+        raise ValueError(f"query {tuple(query.shape)} does not fit {heads} KV heads of {dim}")

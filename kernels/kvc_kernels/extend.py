@@ -1,86 +1,130 @@
-"""Causal attention of new tokens over what a request already holds."""
+"""Causal attention of new tokens over what their requests hold, compressed or not."""
 
 from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
 
+from kvc_kernels.cache import Batch
+from kvc_kernels.decode import check_query
+from kvc_kernels.dispatch import use_triton
+from kvc_kernels.pages import head_kvs_reference
+
 
 def extend(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
-) -> torch.Tensor:
-    """The new tokens are the last of `keys`; each sees every key up to its own.
+    query: torch.Tensor, batch: Batch, layer: int, scale: float
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Attention of one layer in a prefill (chunk).
+
+    Every new token sees all of its request's spans, and the tail up to itself.
 
     Parameters
     ----------
-    query : [q, Hq, D], the new tokens.
-    keys, values : [n, H, D] and [n, H, Dv], prefix then new tokens, n >= q.
+    query : [t, H*G, D], the new tokens of all requests one after the other, dense but for its
+        first stride.
+    batch : their requests, with `start`, `max_new` and `rows`. The new tokens are the last of
+        every tail, and their KVs are in the cache already.
+    layer : of the arena.
+    scale : factor on the logits.
 
     Returns
     -------
-    out : [q, Hq, Dv] in the query's dtype.
+    out : [t, H*G, Dv] in the query's dtype.
+    lse : float32 [t, H*G], natural log of the sum of exponentials; None where torch computes.
+
+    Raises
+    ------
+    ValueError : if the query does not fit the cache.
     """
-    new, total = query.shape[0], keys.shape[0]
+    check_query(query, batch)
+    if use_triton(query):
+        from kvc_kernels.gpu import extend as gpu
+
+        return gpu.extend(query, batch, layer, scale)
+    cache, first = batch.cache, 0
+    out = query.new_empty(*query.shape[:2], cache.flat_v.shape[-1])
+    for (_, _, new), pages in zip(batch.rows, batch.row_pages, strict=True):
+        mine, held = slice(first, first + new), pages.held[layer]
+        first += new
+        if not new:
+            continue
+        # Heads of one length take one step together; those of a packed span one each.
+        alike = len(set(held)) == 1
+        heads = [slice(None)] if alike else [slice(h, h + 1) for h in range(cache.heads)]
+        grouped, result = (x[mine].unflatten(1, (cache.heads, -1)) for x in (query, out))
+        for some in heads:
+            of_some = pages.page[layer, some, : -(-held[some][0] // cache.page_size)]
+            keys, values = (
+                flat[of_some].flatten(1, 2)[:, : held[some][0]]
+                for flat in (cache.flat_k, cache.flat_v)
+            )
+            attended = _attend(grouped[:, some].flatten(1, 2), keys, values, scale)
+            result[:, some] = attended.view_as(result[:, some])
+    return out, None
+
+
+def _attend(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+) -> torch.Tensor:
+    """The tokens of `query` [q, H*G, D] are the last of `keys` [H, n, D] and `values`."""
+    new, total = query.shape[0], keys.shape[1]
     mask = None
     if 1 < new < total:
         last_visible = torch.arange(total - new, total, device=query.device)
         mask = torch.arange(total, device=query.device) <= last_visible[:, None]
     out = F.scaled_dot_product_attention(
         query.transpose(0, 1)[None],
-        keys.to(query.dtype).transpose(0, 1)[None],
-        values.to(query.dtype).transpose(0, 1)[None],
+        keys.to(query.dtype)[None],
+        values.to(query.dtype)[None],
         attn_mask=mask,
         is_causal=new == total,
         scale=scale,
-        enable_gqa=query.shape[1] != keys.shape[1],
+        enable_gqa=query.shape[1] != keys.shape[0],
     )
     return out[0].transpose(0, 1)
 
 
-def extend_compressed(
-    query: torch.Tensor,
-    segment_keys: list[torch.Tensor],
-    segment_values: list[torch.Tensor],
-    tail_keys: torch.Tensor,
-    tail_values: torch.Tensor,
-    scale: float,
-) -> torch.Tensor:
-    """`extend` when the prefix is compressed: every head has a segment of its own length.
+def extend_reference(
+    query: torch.Tensor, batch: Batch, layer: int, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`extend`, one request and head at a time; `out` is float32."""
+    cache = batch.cache
+    grouped = query.unflatten(1, (cache.heads, -1))
+    out = torch.zeros(*grouped.shape[:3], cache.flat_v.shape[-1])
+    lse = torch.zeros(grouped.shape[:3])
+    first = 0
+    for request, (_, _, new) in enumerate(batch.rows):
+        mine = slice(first, first + new)
+        first += new
+        for head in range(cache.heads):
+            keys, values = head_kvs_reference(batch, request, layer, head)
+            out[mine, head], lse[mine, head] = attend_reference(
+                grouped[mine, head], keys[:, None], values[:, None], scale
+            )
+    return out.flatten(1, 2), lse.flatten(1, 2)
+
+
+def attend_reference(
+    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Causal attention in float32, one token and head at a time.
 
     Parameters
     ----------
-    query : [q, H*G, D].
-    segment_keys, segment_values : per KV head, [n_h, D] and [n_h, Dv]; all visible.
-    tail_keys, tail_values : [t, H, D] and [t, H, Dv], the tail with the new tokens last.
+    query : [q, H*G, D], the last of the `keys` [n, H, D] and `values` [n, H, Dv].
 
     Returns
     -------
-    out : [q, H*G, Dv] in the query's dtype.
+    out, lse : float32 [q, H*G, Dv] and [q, H*G].
     """
-    heads = tail_keys.shape[1]
-    grouped = query.view(query.shape[0], heads, -1, query.shape[-1])
-    out = [
-        extend(
-            grouped[:, head],
-            torch.cat([segment_keys[head], tail_keys[:, head]])[:, None],
-            torch.cat([segment_values[head], tail_values[:, head]])[:, None],
-            scale,
-        )
-        for head in range(heads)
-    ]
-    return torch.stack(out, dim=1).reshape(query.shape[0], -1, tail_values.shape[-1])
-
-
-def extend_reference(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
-) -> torch.Tensor:
-    """`extend`, one token and head at a time, in float32."""
     new, total = query.shape[0], keys.shape[0]
     group = query.shape[1] // keys.shape[1]
     out = torch.zeros(new, query.shape[1], values.shape[-1])
+    lse = torch.zeros(new, query.shape[1])
     for token in range(new):
         visible = total - new + token + 1
         for head in range(query.shape[1]):
             logits = keys[:visible, head // group].float() @ query[token, head].float() * scale
             out[token, head] = logits.softmax(0) @ values[:visible, head // group].float()
-    return out
+            lse[token, head] = logits.logsumexp(0)
+    return out, lse

@@ -1,34 +1,18 @@
-"""Where a request's KVs lie: the addressing rule of segment and tail, for a batch."""
+"""Where a head's KVs lie: the addressing rule of spans (`kvc_kernels.cache.Spans`) in torch."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
+from typing import TYPE_CHECKING
 
 import torch
 
-
-@dataclasses.dataclass(frozen=True)
-class Rows:
-    """The requests of a batch, as tensors of the engine and of the segment table.
-
-    Attributes
-    ----------
-    req_to_token : int32 [N, max_context], the slot of every position of every request.
-    request : int64 [B], row of each request in `req_to_token` and in the segment table.
-    seq_len : int64 [B], KVs a request has had so far, kept or not.
-    segment_begin, tail_begin : int64 [B], the F and S of the addressing rule.
-    page_start : int64 [B, L*H + 1], first page of each head within the segment.
-    """
-
-    req_to_token: torch.Tensor
-    request: torch.Tensor
-    seq_len: torch.Tensor
-    segment_begin: torch.Tensor
-    tail_begin: torch.Tensor
-    page_start: torch.Tensor
+if TYPE_CHECKING:
+    from kvc_kernels.cache import Batch, KVCache
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class HeadPages:
     """The head pages that one layer of a batch reads, ragged over (request, head).
 
@@ -36,59 +20,204 @@ class HeadPages:
     ----------
     page : int64 [N], page id in the arena's flat view [num_blocks * L * H, P, D].
     owner : int64 [N], ``request_in_batch * H + head``, ascending.
-    length : int64 [N], KVs that count in the page, 1 to P.
-    count : int64 [B * H], pages of every owner.
+    length : int32 [N], KVs in the page, 1 to P.
+    count : int32 [B * H], pages of every owner.
+    run : int64 [N]; its remainder by 3 is the span that the page is in, 2 for the tail.
     """
 
     page: torch.Tensor
     owner: torch.Tensor
     length: torch.Tensor
     count: torch.Tensor
+    run: torch.Tensor
+
+    @functools.cached_property
+    def shared(self) -> torch.Tensor:
+        """bool [N], whether the page is in its request's shared span."""
+        return self.run % 3 == 0
 
 
-def head_pages(rows: Rows, layers: int, heads: int, page_size: int) -> list[HeadPages]:
+@dataclasses.dataclass(frozen=True, eq=False)
+class RowPages:
+    """The head pages of one request.
+
+    Attributes
+    ----------
+    page : int64 [L, H, C], page ids of every head, in order; C is the most that any head has.
+        Behind a head's last page there is any page.
+    held : KVs of every head, ``held[layer][head]``.
+    """
+
+    page: torch.Tensor
+    held: list[list[int]]
+
+
+def span_pages(
+    cache: KVCache,
+    begin: torch.Tensor,
+    first: torch.Tensor,
+    stride: torch.Tensor,
+    nth: torch.Tensor,
+) -> torch.Tensor:
+    """THE addressing rule: the nth page of a head in one span of a request, or in its tail.
+
+    Parameters
+    ----------
+    begin : int64, where the span begins in the flat view of `req_to_token`.
+    first, stride : of the head in the span, as in `Spans`; of the tail ``layer * H + head`` and
+        ``L * H``.
+    nth : from 0. All integers that broadcast.
+
+    Returns
+    -------
+    page : int64, page ids in the arena's flat view [num_blocks * L * H, P, D].
+    """
+    per_block, page_size = cache.layers * cache.heads, cache.page_size
+    place = first + nth * stride
+    in_run = place // per_block
+    slot = cache.req_to_token.take(begin + in_run * page_size)
+    return (slot // page_size).long() * per_block + (place - in_run * per_block)
+
+
+def page_ids(
+    cache: KVCache,
+    row: torch.Tensor | int,
+    layer_head: torch.Tensor | int,
+    nth: torch.Tensor,
+) -> torch.Tensor:
+    """The nth page of a head, counted over its shared span, its own span and its tail.
+
+    Waits for nothing on a device.
+
+    Parameters
+    ----------
+    row : request row. layer_head : ``layer * H + head``. nth : pages that the head holds; for a
+        negative one the result is some page that there is. All integers that broadcast.
+
+    Returns
+    -------
+    page : int64, page ids in the arena's flat view [num_blocks * L * H, P, D].
+    """
+    spans = cache.spans
+    shared, own = (spans.count[row, span, layer_head] for span in (0, 1))
+    in_own, in_tail = nth >= shared, nth >= shared + own
+    nth = nth - torch.where(in_own, shared, 0) - torch.where(in_tail, own, 0)
+    table, span = in_own.long(), in_own.long() + in_tail
+    first = torch.where(in_tail, layer_head, spans.first[row, table, layer_head])
+    stride = torch.where(in_tail, cache.layers * cache.heads, spans.stride[row, table])
+    begin = row * cache.req_to_token.shape[1] + spans.begin[row, span]
+    return span_pages(cache, begin, first, stride, nth.clamp(min=0))
+
+
+def head_pages(batch: Batch) -> list[HeadPages]:
     """The head pages of every request and head, in order, one entry a layer.
 
-    A head's KVs are its pages of the segment, all full, then the tail's ordinary blocks::
-
-        segment page v   block row[F + (v // LH) * P] // P, index v % LH in it
-        tail page t      block row[S + t * P] // P, index layer * H + head in it
-
-    All layers at once: this is many small steps, and a decode step should take them once.
+    All layers at once: this is many small steps, and a decode step should take them once. A run
+    is what a head of a request has in one span or in the tail; there are [L, B, H, 3].
     """
-    per_block, requests = layers * heads, len(rows.request)
-    in_order = (layers, requests, heads)
-    start = rows.page_start[:, :-1].view(requests, layers, heads).transpose(0, 1)
-    in_segment = rows.page_start.diff().view(requests, layers, heads).transpose(0, 1)
-    in_tail = (rows.seq_len - rows.tail_begin + page_size - 1) // page_size
-    count = in_segment + in_tail[:, None]
+    cache, spans = batch.cache, batch.cache.spans
+    layers, heads, page_size = cache.layers, cache.heads, cache.page_size
+    request = batch.request.long()
+    begin = spans.begin[request]
+    in_tail = batch.seq_len.int() - begin[:, 2]
+    tail_pages = (in_tail + (page_size - 1)) // page_size
 
-    flat_count = count.flatten()
-    nth_owner = torch.arange(len(flat_count), device=flat_count.device)
-    owner = torch.repeat_interleave(nth_owner, flat_count)
-    nth = torch.arange(len(owner), device=owner.device)
-    nth -= (flat_count.cumsum(0) - flat_count)[owner]
-    layer_head = nth_owner.view(in_order) // (requests * heads) * heads + nth_owner[:heads]
-    batch = owner // heads % requests
-    tail_page = nth - in_segment.flatten()[owner]
-    segment_page = start.flatten()[owner] + nth
-    tail_position = rows.tail_begin[batch] + tail_page * page_size
-    is_tail = tail_page >= 0
+    count, first, stride = begin.new_empty(3, layers, len(request), heads, 3)
+    for runs, table in ((count, spans.count), (first, spans.first)):
+        by_head = table[request].unflatten(2, (layers, heads))
+        runs[..., :2] = by_head.permute(2, 0, 3, 1)
+    count[..., 2] = tail_pages[:, None]
+    first[..., 2] = torch.arange(layers * heads, device=first.device).view(layers, 1, heads)
+    stride[..., :2] = spans.stride[request][:, None]
+    stride[..., 2] = layers * heads
+    start = (begin + request[:, None] * cache.req_to_token.shape[1])[:, None].expand(count.shape)
+    end = count.flatten().cumsum(0).view(count.shape)
+    # So that pages may be counted from 0 over all runs.
+    first -= (end - count) * stride
 
-    position = torch.where(
-        is_tail,
-        tail_position,
-        rows.segment_begin[batch] + segment_page // per_block * page_size,
+    each = torch.arange(count.numel(), device=count.device)
+    run = torch.repeat_interleave(each, count.flatten())
+    page = span_pages(
+        cache,
+        start.flatten().index_select(0, run),
+        first.flatten().index_select(0, run),
+        stride.flatten().index_select(0, run),
+        torch.arange(len(run), dtype=torch.int32, device=run.device),
     )
-    block = rows.req_to_token[rows.request[batch], position].long() // page_size
-    index = torch.where(is_tail, layer_head.flatten()[owner], segment_page % per_block)
-    page = block * per_block + index
-    length = torch.where(
-        is_tail, (rows.seq_len[batch] - tail_position).clamp(max=page_size), page_size
+    owner = (each // 3 % (len(request) * heads)).index_select(0, run)
+    # All pages are full but a tail's last; without a tail nothing is added anywhere.
+    length = begin.new_full((len(run) + 1,), page_size)
+    lacking = (in_tail - tail_pages * page_size)[:, None].expand(count.shape[:3])
+    length.index_add_(0, end[..., 2].flatten(), lacking.flatten())
+
+    by_layer = count.sum(-1, dtype=torch.int32).flatten(1)
+    sizes = by_layer.sum(1).tolist()
+    return list(
+        map(
+            HeadPages,
+            page.split(sizes),
+            owner.split(sizes),
+            length[1:].split(sizes),
+            by_layer.unbind(),
+            run.split(sizes),
+        )
     )
-    sizes = count.sum(dim=(1, 2)).tolist()
-    of_layer = zip(page.split(sizes), owner.split(sizes), length.split(sizes), strict=True)
-    return [
-        HeadPages(pages, owners - layer * requests * heads, lengths, count[layer].flatten())
-        for layer, (pages, owners, lengths) in enumerate(of_layer)
-    ]
+
+
+def row_pages(batch: Batch) -> list[RowPages]:
+    """The head pages of each of the batch's `rows`, in all layers."""
+    cache, spans = batch.cache, batch.cache.spans
+    layers, heads, page_size = cache.layers, cache.heads, cache.page_size
+    layer_head = torch.arange(layers * heads, device=cache.req_to_token.device)
+    found = []
+    for row, before, new in batch.rows:
+        packed = spans.count[row].sum(0, dtype=torch.int32)
+        held = packed * page_size + (before + new) - spans.begin[row, 2]
+        count = (held + (page_size - 1)) // page_size
+        nth = torch.arange(int(count.max()), device=count.device)
+        nth = torch.minimum(nth, count[:, None] - 1)
+        page = page_ids(cache, row, layer_head[:, None], nth)
+        by_layer = page.unflatten(0, (layers, heads)), held.unflatten(0, (layers, heads))
+        found.append(RowPages(by_layer[0], by_layer[1].tolist()))
+    return found
+
+
+def head_pages_reference(
+    batch: Batch, nth: int, layer: int, head: int
+) -> list[tuple[int, int, int]]:
+    """What one head of the batch's nth request reads, one page at a time.
+
+    Returns
+    -------
+    pages : (page id, KVs in it, span) in order; the tail is span 2.
+    """
+    cache, spans = batch.cache, batch.cache.spans
+    per_block, page_size = cache.layers * cache.heads, cache.page_size
+    row, layer_head = int(batch.request[nth]), layer * cache.heads + head
+    begins, slots = spans.begin[row].tolist(), cache.req_to_token[row].tolist()
+    left = int(batch.seq_len[nth]) - begins[2]
+    found = []
+    for span in range(3):
+        if span == 2:
+            first, count, stride = layer_head, -(-left // page_size), per_block
+        else:
+            first = int(spans.first[row, span, layer_head])
+            count, stride = int(spans.count[row, span, layer_head]), int(spans.stride[row, span])
+        for page in range(count):
+            in_run, index = divmod(first + page * stride, per_block)
+            block = slots[begins[span] + in_run * page_size] // page_size
+            length = min(page_size, left - page * page_size) if span == 2 else page_size
+            found.append((block * per_block + index, length, span))
+    return found
+
+
+def head_kvs_reference(
+    batch: Batch, nth: int, layer: int, head: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values of one head of the batch's nth request: float32 [n, D] and [n, Dv]."""
+    pages = head_pages_reference(batch, nth, layer, head)
+    keys, values = (
+        torch.cat([flat[:0, 0].float(), *(flat[page, :n].float() for page, n, _ in pages)])
+        for flat in (batch.cache.flat_k, batch.cache.flat_v)
+    )
+    return keys, values
