@@ -5,6 +5,8 @@ They are derived: `SpanTable.install` writes what a `Segment` says, and nobody r
 
 from __future__ import annotations
 
+from dataclasses import fields
+
 import torch
 from kvc_kernels.cache import Spans
 
@@ -30,6 +32,7 @@ class SpanTable:
     def __init__(self, rows: int, heads: int, device: str | torch.device):
         self.spans = Spans.uncompressed(rows, heads, device)
         self.tracked = torch.zeros(rows, dtype=torch.bool, device=device)
+        self._tensors = tuple(getattr(self.spans, each.name) for each in fields(Spans))
         self._canonical = torch.arange(heads, dtype=torch.int32, device=device)
         # On the host, so that nothing has to ask the device.
         self._segments: dict[int, Segment] = {}
@@ -68,12 +71,12 @@ class SpanTable:
             self._tracked.discard(row)
             self.tracked[row] = False
         if self._segments.pop(row, None) is not None:
-            for tensor in self.spans.tensors():
+            for tensor in self._tensors:
                 tensor[row] = 0
 
     def reset(self) -> None:
         """Make every row uncompressed."""
-        for tensor in (*self.spans.tensors(), self.tracked):
+        for tensor in (*self._tensors, self.tracked):
             tensor.zero_()
         self._segments.clear()
         self._tracked.clear()
@@ -82,7 +85,7 @@ class SpanTable:
         """Raise AssertionError unless every row holds what its segment says, and zeros else."""
         for row in range(len(self.tracked)):
             assert bool(self.tracked[row]) == (row in self._tracked), f"row {row}: tracked"
-            state = [tensor[row] for tensor in self.spans.tensors()]
+            state = [tensor[row] for tensor in self._tensors]
             segment = self._segments.get(row)
             if segment is None:
                 assert not any(bool(each.any()) for each in state), f"row {row}: state left"

@@ -170,7 +170,7 @@ class Lives(RuleBasedStateMachine):
             assert report["kept_per_head"]["max"] == max(kept) - decoded
             assert report["blocks"]["shared"] == request.extent.begin // PAGE
             assert segment.blocks == request.extent.segment_blocks
-            self._protected(request, positions)
+            self._protected(request, positions, length)
 
     def positions(self, req: Req) -> list[list[int]]:
         """The positions whose KVs each layer and head of `req` reads, ascending."""
@@ -192,13 +192,13 @@ class Lives(RuleBasedStateMachine):
                 assert found[-1] == sorted(set(found[-1]))
         return found
 
-    def _protected(self, request: Request, positions: list[list[int]]) -> None:
+    def _protected(self, request: Request, positions: list[list[int]], length: int) -> None:
         """Sinks and recent positions are kept where the budget holds them."""
         extent, spec, segment = request.extent, request.spec, request.segment
         recent = min(spec.recent, len(segment.slots) // 4)
         sinks = max(0, spec.sinks - extent.begin)
         for each in positions:
-            in_segment = len(each) - extent.begin - (max(each) + 1 - extent.end)
+            in_segment = len(each) - extent.begin - (length - extent.end)
             if in_segment >= sinks + recent:
                 last = range(max(extent.begin, extent.scored - recent), extent.end)
                 assert set(last) <= set(each)

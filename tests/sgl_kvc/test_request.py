@@ -48,18 +48,15 @@ def test_a_bad_knob_does_not_end_the_scheduler(knob, field):
 
 def test_compression_does_not_take_what_the_next_step_was_promised():
     """Decode ran out of memory after SGLang had checked that there was room."""
-    world = World(13)
-    knob = {"rate": 1.5, "min_tokens": 0}
-    # 8 blocks locked by a request that shares the prefix, so that compression frees nothing.
-    others = run(world, list(range(100, 132)), None)
-    req = world.request(list(range(200, 216)), knob)
-    assert world.admit(req) == 0
-    assert world.prefill(req, 0, 16)
+    world, shared = World(12), list(range(100, 132))
+    run(world, shared, None)
+    # A request that shares 8 of its 9 blocks: compression takes 3 and frees 1.
+    req = world.request([*shared, 1, 2, 3, 4], {"rate": 4, "min_tokens": 0, "window": 2})
+    assert world.admit(req) == 32
+    assert world.prefill(req, 32, 36)
     world.live.append(req)  # as with overlap: the first step is prepared before the result is seen
-    assert world.allocator.available_size() == PAGE
-    for _ in range(3):
-        assert world.decode() == []  # raised "Decode out of memory"
-    del others
+    assert world.allocator.available_size() == 3 * PAGE
+    assert world.decode() == []  # both need a block; raised "Decode out of memory"
 
 
 def shared_prompt(number: int) -> list[int]:
@@ -154,8 +151,9 @@ def test_copies_of_a_prompt_find_what_was_seen_of_it():
     """``n > 1``: SGLang prefills the prompt once, with nothing to decode, and then the copies."""
     world = World(80)
     knob, tokens = {"rate": 4, "policy": "h2o", "min_tokens": 0}, list(range(100, 164))
-    req = run(world, tokens, knob, max_new_tokens=0)
-    assert Request.of(req).segment is None
-    release_kv_cache(world.live.pop(), world.cache)
+    req = world.request(tokens, knob, max_new_tokens=0)
+    assert world.admit(req) == 0
+    assert world.prefill(req, 0, 64)
+    release_kv_cache(req, world.cache)
     copy = world.request(tokens, knob)
     assert world.admit(copy) == 60  # all but the last query; none before
