@@ -14,14 +14,29 @@ def register() -> None:
     SGLang logs and swallows a plugin's exceptions and would then serve without it. What it
     does not swallow is SystemExit.
     """
-    from sgl_kvc.compat import IncompatibleError, check_seams, release
+    import torch
+
+    from sgl_kvc.compat.check import check_hooks, check_symbols
+    from sgl_kvc.compat.hook import IncompatibleError
+    from sgl_kvc.compat.releases import release
 
     try:
-        compat = release()
-        check_seams(compat.hooks())
-        compat.register()
+        line, gpu = release(), torch.cuda.is_available()
+        hooks = line.all_hooks(gpu=gpu)
+        check_hooks(hooks)
+        check_symbols(line.all_symbols(gpu=gpu))
+        line.register()
+        _take(hooks)
     except IncompatibleError as error:
         sys.exit(f"sgl-kvc: {error}")
     except Exception as error:
         logger.exception("sgl-kvc could not register")
         sys.exit(f"sgl-kvc: could not register with SGLang: {error!r}")
+
+
+def _take(hooks) -> None:
+    """Register the hooks with SGLang."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for hook in hooks:
+        HookRegistry.register(hook.target, hook.function, HookType[hook.kind])

@@ -1,4 +1,4 @@
-"""The knob into and the report out of SGLang's HTTP process (0.5.17).
+"""The knob into and the report out of SGLang's HTTP process.
 
 ``/generate`` forwards ``meta_info``, the OpenAI endpoints drop it. So the report is lifted
 to the top level of every response body here, and the gateway has nothing to re-model.
@@ -10,7 +10,8 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
-from sgl_kvc.compat import Hook
+from sgl_kvc.compat import BACKEND
+from sgl_kvc.compat.hook import Hook
 from sgl_kvc.spec import CUSTOM_PARAM, SpecError, parse
 
 _CHAT = "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat"
@@ -68,7 +69,7 @@ def _validate(obj: Any, server_args: Any) -> None:
         custom = one.get("custom_params") if isinstance(one, dict) else None
         if isinstance(custom, dict) and CUSTOM_PARAM in custom:
             spec = parse(custom[CUSTOM_PARAM])
-            if not spec.off and server_args.attention_backend != "kvc":
+            if not spec.off and server_args.attention_backend != BACKEND:
                 raise SpecError("", "this worker was started without --attention-backend kvc")
 
 
@@ -82,7 +83,7 @@ def _with_report(chunk: str, report: dict) -> str:
     return f"data: {json.dumps(body | {CUSTOM_PARAM: report})}\n\n"
 
 
-HOOKS = [
+HOOKS = (
     Hook(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager.generate_request",
         "AROUND",
@@ -98,4 +99,4 @@ HOOKS = [
          "the OpenAI endpoints do not forward meta_info"),
     Hook(f"{_COMPLETION}._generate_completion_stream", "AROUND", stream,
          "the OpenAI endpoints do not forward meta_info"),
-]
+)

@@ -1,65 +1,18 @@
-"""SGLang 0.5.17: the hooks, and the reason for each."""
+"""The scheduler: when requests are planned, cut, compressed and reported."""
 
 from __future__ import annotations
 
 import logging
-import os
 from typing import Any
 
 import torch
 
 from sgl_kvc import report
-from sgl_kvc.compat import Hook, http
+from sgl_kvc.compat import BACKEND
+from sgl_kvc.compat.hook import Hook
 from sgl_kvc.spec import CUSTOM_PARAM
 
 logger = logging.getLogger(__name__)
-
-BACKEND = "kvc"
-
-
-def default_arguments(args, *_: Any) -> None:
-    """``ServerArgs.__post_init__``: what ``--attention-backend kvc`` implies."""
-    if args.attention_backend == BACKEND:
-        if args.radix_cache_backend is None:
-            args.radix_cache_backend = BACKEND
-        if args.page_size is None:
-            args.page_size = 16
-        if args.cuda_graph_backend_prefill is None:
-            args.cuda_graph_backend_prefill = "disabled"  # prompts are scored between layers
-
-
-def add_arguments(_result: Any, parser) -> None:
-    """``ServerArgs.add_cli_args``: our own options."""
-    from sgl_kvc.attention.select import CHOICES
-
-    parser.add_argument(
-        "--kvc-decode",
-        choices=CHOICES,
-        help="who computes decode of --attention-backend kvc (docs/gpu.md)",
-    )
-
-
-def take_arguments(_cls, args) -> None:
-    """``ServerArgs.from_cli_args``: they travel to SGLang's processes in the environment."""
-    from sgl_kvc.attention.select import VARIABLE
-
-    if getattr(args, "kvc_decode", None):
-        os.environ[VARIABLE] = args.kvc_decode
-
-
-def never_fuse_store(original, forward_batch) -> bool:
-    """``enable_fused_set_kv_buffer``: models must not write past the pool."""
-    from sgl_kvc.compat import serving_with_kvc
-
-    return not serving_with_kvc() and original(forward_batch)
-
-
-def eager_while_counting(original, runner, forward_batch) -> bool:
-    """``DecodeCudaGraphRunner.can_run_graph``: captured steps do not add to the metric."""
-    segments = getattr(runner.model_runner.token_to_kv_pool, "segments", None)
-    if segments is not None and segments.counts():
-        return False
-    return original(runner, forward_batch)
 
 
 def check_support(scheduler) -> None:
@@ -148,16 +101,6 @@ def attach_report(_accumulator, *, req) -> None:
         values[-1] = report.of(req)
 
 
-def use_arena(_configurator, **kwargs: Any) -> tuple[tuple, dict]:
-    """``KVCacheConfigurator._build_mha_kv_pool``: our pool on CUDA."""
-    from sgl_kvc.compat import serving_with_kvc
-    from sgl_kvc.pool.arena import ArenaKVPool
-
-    if serving_with_kvc():
-        kwargs["mha_pool_class"] = ArenaKVPool
-    return (_configurator,), kwargs
-
-
 def check_scheduler(_result: Any, scheduler, *_args: Any, **_kwargs: Any) -> None:
     """``Scheduler.__init__``: every seam was taken, or the process stops.
 
@@ -184,32 +127,24 @@ def check_scheduler(_result: Any, scheduler, *_args: Any, **_kwargs: Any) -> Non
     logger.info("arena, radix cache and attention backend of sgl-kvc are in place")
 
 
-def support_triton(original, backend: str) -> bool:
-    """``support_triton``: there is no Triton on a CPU."""
-    return torch.cuda.is_available() and original(backend)
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler"
+_BATCH = "sglang.srt.managers.schedule_batch.ScheduleBatch"
 
-
-HOOKS = [
+HOOKS = (
     Hook(
-        "sglang.srt.server_args.ServerArgs.__post_init__",
-        "BEFORE",
-        default_arguments,
-        "one flag chooses attention backend, radix cache and a block size",
-    ),
-    Hook(
-        "sglang.srt.managers.scheduler.Scheduler.init_model_worker",
+        f"{_SCHEDULER}.init_model_worker",
         "BEFORE",
         check_support,
         "what cannot be compressed must be refused before it is half built",
     ),
     Hook(
-        "sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_extend",
+        f"{_BATCH}.prepare_for_extend",
         "AFTER",
         plan_requests,
         "the attention backend sees rows, not requests",
     ),
     Hook(
-        "sglang.srt.managers.schedule_batch.ScheduleBatch.prepare_for_decode",
+        f"{_BATCH}.prepare_for_decode",
         "BEFORE",
         compress_due,
         "compression after prefill must not miss the first step, and that in decode has its times",
@@ -224,7 +159,7 @@ HOOKS = [
         for method in ("add_one_req", "add_chunked_req")
     ),
     Hook(
-        "sglang.srt.managers.scheduler.Scheduler.process_batch_result",
+        f"{_SCHEDULER}.process_batch_result",
         "AFTER",
         admit_more,
         "a full batch stays closed until a request leaves it",
@@ -237,80 +172,9 @@ HOOKS = [
         "customized_info is otherwise filled by the model's output only",
     ),
     Hook(
-        "sglang.srt.managers.scheduler.Scheduler.__init__",
+        f"{_SCHEDULER}.__init__",
         "AFTER",
         check_scheduler,
         "plugin errors are swallowed upstream",
     ),
-    Hook(
-        "sglang.srt.utils.common.support_triton",
-        "AROUND",
-        support_triton,
-        "the CPU platform has no Triton, and upstream asks only for the backend's name",
-    ),
-    Hook(
-        "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator._build_mha_kv_pool",
-        "BEFORE",
-        use_arena,
-        "only out-of-tree platforms may name a pool",
-    ),
-    Hook(
-        "sglang.srt.server_args.ServerArgs.add_cli_args",
-        "AFTER",
-        add_arguments,
-        "upstream has no place for a plugin's options",
-    ),
-    Hook(
-        "sglang.srt.server_args.ServerArgs.from_cli_args",
-        "BEFORE",
-        take_arguments,
-        "upstream has no place for a plugin's options",
-    ),
-    *http.HOOKS,
-]
-
-#: Taken where there is a GPU: importing what they name costs seconds.
-GPU_HOOKS = [
-    Hook(
-        "sglang.srt.models.utils.enable_fused_set_kv_buffer",
-        "AROUND",
-        never_fuse_store,
-        "some models write bf16 KVs into get_key_buffer() themselves, as [slots, H, D]",
-    ),
-    Hook(
-        "sglang.srt.model_executor.runner.decode_cuda_graph_runner"
-        ".DecodeCudaGraphRunner.can_run_graph",
-        "AROUND",
-        eager_while_counting,
-        "compression that goes on in decode needs another pass over the keys",
-    ),
-]
-
-
-def hooks() -> list[Hook]:
-    """Those that this machine needs."""
-    return HOOKS + GPU_HOOKS if torch.cuda.is_available() else HOOKS
-
-
-def register() -> None:
-    """Register backends and hooks with SGLang. Raises what the caller must not swallow."""
-    from sglang.srt.layers.attention.attention_registry import register_attention_backend
-    from sglang.srt.mem_cache.registry import register_radix_cache_backend
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-    from sglang.srt.server_args import add_attention_backend_choices
-
-    @register_attention_backend(BACKEND)
-    def attention_backend(runner):
-        from sgl_kvc.attention.select import create
-
-        return create(runner)
-
-    def radix_cache(context):
-        from sgl_kvc.cache.radix import CompressingRadixCache
-
-        return CompressingRadixCache(context.params)
-
-    add_attention_backend_choices([BACKEND])
-    register_radix_cache_backend(BACKEND, radix_cache)
-    for hook in hooks():
-        HookRegistry.register(hook.target, hook.function, HookType[hook.kind])
+)

@@ -1,0 +1,218 @@
+"""Every symbol of SGLang's that we import, subclass, override, call or read.
+
+They are checked at startup (`check.py`), and a test holds this list against our source: what is
+used there and missing here fails it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Uses:
+    """What we rely on of a module or class of SGLang's.
+
+    Attributes
+    ----------
+    owner : dotted path of the module or class.
+    names : separated by spaces: functions of the module; or methods, fields and attributes of the
+        class and of its instances. Parameters that must be there in parentheses, without spaces:
+        "match_prefix(params)". Empty where the owner itself is all that is needed.
+    reason : what for.
+    gpu : checked only where there is a GPU: importing the owner costs seconds.
+    """
+
+    owner: str
+    names: str
+    reason: str
+    gpu: bool = False
+
+
+_CACHE = (
+    Uses(
+        "sglang.srt.mem_cache.radix_cache.RadixCache",
+        "__init__(params) reset match_prefix(params) cache_unfinished_req(req,chunked) "
+        "cache_finished_req(req,is_insert,kv_len_to_handle) dec_lock_ref(node) evictable_size "
+        "disable page_size req_to_token_pool root_node token_to_kv_pool_allocator",
+        "the radix cache that requests leave compressed is a subclass",
+    ),
+    Uses(
+        "sglang.srt.mem_cache.radix_cache.RadixKey",
+        "__init__(token_ids,extra_key,is_bigram,limit) token_ids extra_key is_bigram limit "
+        "__len__",
+        "the prefix cache gives at most the prompt without its window",
+    ),
+    Uses("sglang.srt.mem_cache.base_prefix_cache.MatchPrefixParams", "key req",
+         "the request decides how much the prefix cache may give"),
+    Uses("sglang.srt.mem_cache.base_prefix_cache.MatchResult", "", "what a match returns"),
+    Uses(
+        "sglang.srt.mem_cache.cache_init_params.CacheInitParams",
+        "page_size token_to_kv_pool_allocator",
+        "the radix cache is made of them",
+    ),
+    Uses(
+        "sglang.srt.mem_cache.common",
+        "evict_from_tree_cache(tree_cache,num_tokens) maybe_cache_unfinished_req(req)",
+        "room for a segment; compression before the first decode step",
+    ),
+    Uses("sglang.srt.mem_cache.registry", "register_radix_cache_backend(name,factory)",
+         "SGLang makes our radix cache by name"),
+    Uses("sglang.srt.mem_cache.registry.TreeCacheBuildContext", "params",
+         "SGLang makes our radix cache from it"),
+)
+
+_POOL = (
+    Uses(
+        "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool",
+        "__init__(kv_cache_layout) _create_buffers "
+        "_store_kv_layer(layer_idx,loc,cache_k,cache_v) "
+        "set_kv_buffer(layer,loc_info,cache_k,cache_v) get_contiguous_buf_infos "
+        "get_cpu_copy(indices) load_cpu_copy(kv_cache_cpu,indices) "
+        "move_kv_cache(tgt_loc,src_loc) set_kv_buffer_prefix_valid device dtype head_dim "
+        "head_num k_buffer layer_num memory_saver_adapter page_size post_capture_active size "
+        "start_layer store_dtype v_buffer v_head_dim",
+        "the arena is a subclass",
+    ),
+    Uses("sglang.srt.mem_cache.memory_pool.ReqToTokenPool", "req_to_token",
+         "rows of slots by request"),
+    Uses("sglang.srt.constants", "GPU_MEMORY_TYPE_KV_CACHE", "the arena is a KV cache"),
+    Uses(
+        "sglang.srt.mem_cache.allocator.PagedTokenToKVPoolAllocator",
+        "alloc(need_size) alloc_decode(seq_lens,seq_lens_cpu,last_loc) "
+        "alloc_extend(prefix_lens,prefix_lens_cpu,seq_lens,seq_lens_cpu,last_loc,"
+        "extend_num_tokens,num_new_pages) "
+        "available_size free_pages free_segment(free_index,start_pos) get_kvcache page_size",
+        "a segment's blocks are allocated and freed; the CPU's allocator is a subclass",
+    ),
+)
+
+_ATTENTION = (
+    Uses(
+        "sglang.srt.layers.attention.base_attn_backend.AttentionBackend",
+        "forward_decode(q,k,v,layer,forward_batch,save_kv_cache) "
+        "forward_extend(q,k,v,layer,forward_batch,save_kv_cache) "
+        "get_cuda_graph_seq_len_fill_value init_cuda_graph_state(max_bs,max_num_tokens) "
+        "init_forward_metadata(forward_batch) "
+        "init_forward_metadata_out_graph(forward_batch,in_capture) support_triton",
+        "our attention backends are subclasses",
+    ),
+    Uses("sglang.srt.layers.attention.attention_registry", "register_attention_backend(name)",
+         "SGLang makes our attention backend by name"),
+    Uses(
+        "sglang.srt.layers.radix_attention.RadixAttention",
+        "attn_type is_cross_attention layer_id logit_cap qk_head_dim scaling "
+        "sliding_window_size tp_k_head_num tp_q_head_num tp_v_head_num v_head_dim",
+        "an attention layer's shape, and that it is a plain one",
+    ),
+    Uses(
+        "sglang.srt.model_executor.forward_batch_info.ForwardBatch",
+        "batch_size extend_prefix_lens_cpu extend_seq_lens extend_seq_lens_cpu forward_mode "
+        "out_cache_loc req_pool_indices seq_lens seq_lens_cpu",
+        "the requests of a forward",
+    ),
+    Uses("sglang.srt.model_executor.forward_batch_info.ForwardMode", "is_decode_or_idle",
+         "the kind of a forward"),
+    Uses(
+        "sglang.srt.model_executor.model_runner.ModelRunner",
+        "device dtype model ps req_to_token_pool server_args token_to_kv_pool",
+        "pool and model of the attention backend",
+    ),
+    Uses("sglang.srt.distributed.parallel_state_wrapper.ParallelState", "tp_rank tp_size",
+         "the heads this rank holds"),
+    Uses("sglang.srt.configs.hybrid_arch", "mambaish_config", "which models are refused"),
+    Uses("sglang.srt.configs.model_config.AttentionArch", "MHA", "which models are refused"),
+    Uses(
+        "sglang.srt.configs.model_config.ModelConfig",
+        "attention_arch hf_config hf_text_config is_generation is_hybrid_swa",
+        "which models are refused",
+    ),
+    Uses(
+        "sglang.srt.utils.hf_transformers_utils",
+        "get_tokenizer(tokenizer_mode,trust_remote_code)",
+        "what kind of token each one is",
+    ),
+)
+
+_SCHEDULER = (
+    Uses(
+        "sglang.srt.managers.schedule_batch.Req",
+        "cache_protected_len customized_info extra_key finished full_untruncated_fill_ids "
+        "get_fill_ids kv_committed_len last_node origin_input_ids output_ids_through_stop "
+        "prefix_indices req_pool_idx sampling_params session",
+        "a request's prompt, row and place in the tree",
+    ),
+    Uses("sglang.srt.managers.schedule_batch.ScheduleBatch", "batch_is_full reqs tree_cache",
+         "the requests that are prefilled or decode"),
+    Uses(
+        "sglang.srt.managers.schedule_policy.PrefillAdder",
+        "add_chunked_req(req) add_one_req(req,has_chunked_req) budget_state can_run_list "
+        "ceil_paged_tokens(tokens) new_chunked_req rem_chunk_tokens tree_cache",
+        "a chunk ends where a question begins",
+    ),
+    Uses("sglang.srt.managers.schedule_policy.AddReqResult", "OTHER",
+         "a chunk ends where a question begins"),
+    Uses(
+        "sglang.srt.managers.scheduler.Scheduler",
+        "enable_overlap forward_stream model_config process_batch_result(batch,result) "
+        "running_batch server_args token_to_kv_pool_allocator tree_cache",
+        "whether pool and radix cache are ours; when requests are admitted",
+    ),
+    Uses(
+        "sglang.srt.managers.scheduler_components.output_streamer._GenerationStreamAccumulator",
+        "accept(req)",
+        "the report rides on the last output token",
+    ),
+    Uses(
+        "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator",
+        "_build_mha_kv_pool(mha_pool_class)",
+        "the pool is ours",
+    ),
+    Uses("sglang.srt.sampling.sampling_params.SamplingParams", "custom_params max_new_tokens",
+         "the knob arrives in them"),
+    Uses(
+        "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner",
+        "can_run_graph(forward_batch) model_runner",
+        "compression in decode runs without graphs",
+        gpu=True,
+    ),
+)
+
+_SERVER = (
+    Uses(
+        "sglang.srt.server_args.ServerArgs",
+        "attention_backend cuda_graph_backend_prefill disable_radix_cache disaggregation_mode "
+        "dtype enable_hierarchical_cache enable_streaming_session get_model_config "
+        "kv_cache_dtype model_path page_size pp_size radix_cache_backend revision "
+        "sampling_backend skip_tokenizer_init sleep_on_idle speculative_algorithm "
+        "tokenizer_mode tokenizer_path trust_remote_code",
+        "options that are implied, read or refused",
+    ),
+    Uses("sglang.srt.server_args", "add_attention_backend_choices(choices)",
+         "--attention-backend takes our name"),
+    Uses("sglang.srt.runtime_context", "get_exec", "whether this process serves with ours"),
+    Uses(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager",
+        "generate_request(obj,request) server_args",
+        "the knob is validated and the report lifted there",
+    ),
+    Uses("sglang.srt.plugins.hook_registry.HookRegistry", "register(target,hook,hook_type)",
+         "hooks are taken with it"),
+    Uses("sglang.srt.plugins.hook_registry.HookType", "BEFORE AFTER AROUND",
+         "hooks are taken with it"),
+)
+
+_PLATFORM = (
+    Uses("sglang.srt.platforms.cpu.CpuDeviceMixin", "_enum device_type get_device(local_rank)",
+         "the CPU platform is a subclass"),
+    Uses("sglang.srt.platforms.device_mixin.PlatformEnum", "OOT",
+         "the CPU platform is out of SGLang's tree"),
+    Uses(
+        "sglang.srt.platforms.interface.SRTPlatform",
+        "apply_server_args_defaults(server_args) get_default_attention_backend "
+        "get_mha_kv_pool_cls get_paged_allocator_cls",
+        "the CPU platform is a subclass",
+    ),
+)
+
+SYMBOLS = (*_CACHE, *_POOL, *_ATTENTION, *_SCHEDULER, *_SERVER, *_PLATFORM)
