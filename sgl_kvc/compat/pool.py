@@ -45,10 +45,10 @@ def never_fuse_store(original, forward_batch) -> bool:
     return not serving_with_kvc() and original(forward_batch)
 
 
-def eager_while_counting(original, runner, forward_batch) -> bool:
+def eager_while_tracking(original, runner, forward_batch) -> bool:
     """``DecodeCudaGraphRunner.can_run_graph``: captured steps do not add to the metric."""
-    segments = getattr(runner.model_runner.token_to_kv_pool, "segments", None)
-    if segments is not None and segments.counts():
+    spans = getattr(runner.model_runner.token_to_kv_pool, "spans", None)
+    if spans is not None and spans.tracks_attention():
         return False
     return original(runner, forward_batch)
 
@@ -82,7 +82,7 @@ HOOKS = (
         "sglang.srt.model_executor.runner.decode_cuda_graph_runner"
         ".DecodeCudaGraphRunner.can_run_graph",
         "AROUND",
-        eager_while_counting,
+        eager_while_tracking,
         "compression that goes on in decode needs another pass over the keys",
         gpu=True,
     ),

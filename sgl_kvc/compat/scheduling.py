@@ -1,4 +1,4 @@
-"""The scheduler: when requests are planned, cut, compressed and reported."""
+"""The scheduler: when prompts are scored, cut, compressed and reported."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from sgl_kvc import report
 from sgl_kvc.compat import BACKEND
 from sgl_kvc.compat.hook import Hook
 from sgl_kvc.spec import CUSTOM_PARAM
@@ -29,13 +28,17 @@ def check_support(scheduler) -> None:
         raise
 
 
-def plan_requests(_result: Any, batch) -> None:
+def begin_prefill(_result: Any, batch) -> None:
     """``ScheduleBatch.prepare_for_extend``: the rows of the batch are known from here on."""
-    plan = getattr(batch.tree_cache, "plan_request", None)
-    if plan is not None:
+    begin = getattr(batch.tree_cache, "begin_prefill", None)
+    if begin is not None:
         for req in batch.reqs:
-            plan(req)
-        batch.tree_cache.pool.prefilling = [req.req_pool_idx for req in batch.reqs]
+            begin(req)
+
+
+def name_requests(forward_batch, _cls, batch, *_args: Any, **_kwargs: Any) -> None:
+    """``ForwardBatch.init_new``: attention finds what we know of each request."""
+    forward_batch.kvc_requests = [getattr(req, "kvc", None) for req in batch.reqs]
 
 
 def compress_due(batch) -> None:
@@ -43,29 +46,31 @@ def compress_due(batch) -> None:
 
     With overlap, SGLang prepares the first decode step before it looks at the prefill's result.
     A request is compressed here then, so that what this step reads does not depend on timing.
+    SGLang has made sure before that the step's new blocks can be had, and does not look again.
     """
     due = getattr(batch.tree_cache, "compress_due", None)
     if due is not None:
-        for req in batch.reqs:
-            due(req)
+        due(batch.reqs, promised=batch.new_tokens_required_next_decode())
 
 
-def stop_before_question(original, adder, req, **kwargs: Any) -> Any:
-    """``PrefillAdder.add_one_req``, ``.add_chunked_req``: a chunk ends where the question begins.
+def stop_at_cut(original, adder, req, **kwargs: Any) -> Any:
+    """``PrefillAdder.add_one_req``, ``.add_chunked_req``: a chunk ends where compression is due.
 
     The request is compressed there, and the next chunk reads the question over what is left.
     Only one request of a batch may be cut (SGLang keeps one `chunked_req`), so another that
     would be has to wait for the next batch.
     """
-    room = getattr(adder.tree_cache, "room_before_question", lambda _req: None)(req)
+    room = getattr(adder.tree_cache, "room_before_cut", lambda _req: None)(req)
     first_chunk = "has_chunked_req" in kwargs  # add_one_req is told whether one is cut already
     limit = adder.rem_chunk_tokens
+    rest = adder.ceil_paged_tokens(len(req.full_untruncated_fill_ids) - len(req.prefix_indices))
     if first_chunk and (kwargs["has_chunked_req"] or adder.new_chunked_req is not None):
-        tokens = len(req.full_untruncated_fill_ids) - len(req.prefix_indices)
-        if room is not None or (limit is not None and adder.ceil_paged_tokens(tokens) > limit):
+        if room is not None or (limit is not None and rest > limit):
             from sglang.srt.managers.schedule_policy import AddReqResult
 
             return AddReqResult.OTHER
+    if room is None and limit is None and not first_chunk:
+        room = rest  # SGLang goes on with a cut request by a limit alone
     if room is None or (limit is not None and limit <= room):
         return original(adder, req, **kwargs)
     adder.rem_chunk_tokens, added = room, len(adder.can_run_list)
@@ -91,14 +96,15 @@ def attach_report(_accumulator, *, req) -> None:
 
     SGLang carries ``customized_info`` as one value per output token.
     """
-    if getattr(req, "kvc_report", None) is None:
+    request = getattr(req, "kvc", None)
+    if request is None or request.report is None:
         return
     if req.customized_info is None:
         req.customized_info = {}
     values = req.customized_info.setdefault(CUSTOM_PARAM, [])
     values.extend([None] * (len(req.output_ids_through_stop) - len(values)))
     if req.finished() and values:
-        values[-1] = report.of(req)
+        values[-1] = request.report.to_json()
 
 
 def check_scheduler(_result: Any, scheduler, *_args: Any, **_kwargs: Any) -> None:
@@ -140,7 +146,13 @@ HOOKS = (
     Hook(
         f"{_BATCH}.prepare_for_extend",
         "AFTER",
-        plan_requests,
+        begin_prefill,
+        "what is scored has to be known before the prefill runs",
+    ),
+    Hook(
+        "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
+        "AFTER",
+        name_requests,
         "the attention backend sees rows, not requests",
     ),
     Hook(
@@ -153,7 +165,7 @@ HOOKS = (
         Hook(
             f"sglang.srt.managers.schedule_policy.PrefillAdder.{method}",
             "AROUND",
-            stop_before_question,
+            stop_at_cut,
             "chunks are cut by budget alone, and a question apart is read after compression",
         )
         for method in ("add_one_req", "add_chunked_req")
