@@ -88,6 +88,11 @@ class LayerContext:
     state: Any = None
     lse: torch.Tensor | None = None
 
+    @property
+    def forced(self) -> int:
+        """How many of the window's own keys a scorer may put first, whatever they score."""
+        return forced_recent(self.queries.shape[0], self.kept)
+
     def window_attention(self, power: int = 1, **how: Any) -> torch.Tensor:
         """float32 [H, n], attention every key gets (`kvc_kernels.score.window_attention`)."""
         return window_attention(
@@ -97,6 +102,15 @@ class LayerContext:
     def causal_attention(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Attention itself, in blocks of queries (`kvc_kernels.score.causal_attention`)."""
         return causal_attention(self.queries, self.keys, self.scale, lse=self.lse)
+
+
+def forced_recent(recent: int, kept: int) -> int:
+    """How many of the last `recent` positions are kept whatever they score.
+
+    At most a quarter of the `kept` KVs that a head keeps on average: at high rates they would
+    fill the budget, and all heads would keep the same.
+    """
+    return min(recent, kept // 4)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from kvc_kernels.select import kept_positions, rank_pages
 
-from sgl_kvc.policy.base import ModelFacts, PagesContext, apportioner
+from sgl_kvc.policy.base import ModelFacts, PagesContext, apportioner, forced_recent
 from sgl_kvc.spec import CompressionSpec
 
 #: Above every score; falls towards the end of the protected positions so that, should the
@@ -47,14 +47,13 @@ def select(
     scores : float32 [L, H, S]; S is a multiple of `page_size`. Overwritten.
     segment_blocks : whole blocks the segment gets, at most S / page_size.
     tail : tokens of what is compressed that lie behind S; they are kept in any case, and are
-        the last of the `spec.recent` that are protected. At most a quarter of what a head keeps on
-        average is protected so, or heads could not differ at high rates.
+        the last of the `spec.recent` that are protected (no more than `forced_recent` says).
     first : int64 [L * H], where each head's KVs begin, a multiple of `page_size`; scores before
         it are -inf and never chosen. None is zeros.
     statistics : float32 [L, K] for the apportioner (`PagesContext`).
     """
     layers, heads, total = scores.shape
-    recent = min(spec.recent, segment_blocks * page_size // 4)
+    recent = forced_recent(spec.recent, segment_blocks * page_size)
     protect(scores, spec.sinks, recent - tail, first)
     rows = scores.view(layers * heads, total)
     order, best = rank_pages(rows, page_size)

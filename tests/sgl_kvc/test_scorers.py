@@ -155,15 +155,18 @@ def test_scissorhands():
         assert ranking(got[row]) == order
 
 
-def test_cake():
+@pytest.mark.parametrize(("kept", "forced"), [(36, 9), (10, 2)])
+def test_cake(kept, forced):
     p, window = prompt(), 9
-    attention = p.attention(window)[..., :-window]
+    p.kept = kept
+    attention = p.attention(window)
     raw = attention.mean(dim=2) + 50 * attention.var(dim=2)
-    padded = torch.nn.functional.pad(raw, (1, 1))
+    padded = torch.nn.functional.pad(raw[..., :-window], (1, 1))
     pooled = (padded[..., :-2] + padded[..., 1:-1] + padded[..., 2:]) / 3
+    expected = torch.cat([pooled, raw[..., -window:]], dim=-1).mean(dim=1)
     got = score(p, "cake", window=window, gamma=50.0, pool=3)
-    close(got[:, :-window], pooled.mean(dim=1))
-    assert got[:, -window:].min() > got[:, :-window].max()
+    close(got[:, :-forced], expected[:, :-forced])
+    assert got[:, -forced:].min() > got[:, :-forced].max()
 
 
 def test_cake_prefers_the_key_that_comes_and_goes():
@@ -178,51 +181,55 @@ def test_cake_prefers_the_key_that_comes_and_goes():
     assert ranking(score(p, "cake", window=8, pool=1)[0, :4])[:2] in ([2, 3], [3, 2])
 
 
-def test_critical():
+@pytest.mark.parametrize(("kept", "forced"), [(20, 5), (10, 2)])
+def test_critical(kept, forced):
     """Half of what is kept by attention alone, the rest by attention times the norm."""
     p, window, n = prompt(), 5, 40
+    p.kept = kept
     attention = p.attention(window).mean(dim=(1, 2))
     projection = p.facts.output_projection[p.layer].double().view(HIDDEN, 3, 2, DIM)
     moved = torch.einsum("khd,ohgd->hgko", p.values.double(), projection)
     weighted = (attention + 1e-4) * moved.abs().sum(-1).mean(1)
     got = score(p, "critical", window=window, pool=1)
     for head in range(3):
-        own = list(range(n - window, n))
+        own = list(range(n - forced, n))
         rest = [key for key in ranking(attention[head]) if key not in own]
-        first = [*own, *rest[: p.kept // 2 - window]]
+        first = [*own, *rest[: kept // 2 - forced]]
         second = [key for key in ranking(weighted[head]) if key not in first]
         order = ranking(got[head])
         assert set(order[: len(first)]) == set(first)
         assert order[len(first) :] == second
 
 
-def test_defensive():
+@pytest.mark.parametrize(("kept", "forced"), [(20, 5), (12, 3)])
+def test_defensive(kept, forced):
     p, window = prompt(), 5
-    p.kept = 12
+    p.kept = kept
     attention = p.attention(window)
     before = attention[..., :-window]
     padded = torch.nn.functional.pad(before, (1, 1))
     pooled = padded[..., :-2] + padded[..., 1:-1] + padded[..., 2:]
     pooled *= before.sum(-1, keepdim=True) / pooled.sum(-1, keepdim=True)
-    worst = pooled.amax(dim=(1, 2))
+    own = attention[..., -window : 40 - forced]
+    worst = torch.cat([pooled, own], dim=-1).amax(dim=(1, 2))
     risk = worst.maximum(worst.mean(-1, keepdim=True))
     projection = p.facts.output_projection[p.layer].double().view(HIDDEN, 3, 2, DIM)
     norm = torch.einsum("khd,ohgd->hgko", p.values.double(), projection).abs().sum(-1).mean(1)
-    expected = risk * (norm / norm.sum(0))[:, :-window]
-    mean = before.mean(dim=(1, 2))
+    expected = risk * (norm / norm.sum(0))[:, :-forced]
+    mean = attention[..., :-forced].mean(dim=(1, 2))
     got = score(p, "defensive", window=window, pool=3, first_stage=0.6)
     for head in range(3):
         held, first = 1 - mean[head].sum(), []
-        for key in ranking(mean[head])[: p.kept - window]:
+        for key in ranking(mean[head])[: kept - forced]:
             if held >= 0.6:
                 break
             first.append(key)
             held += mean[head, key]
         assert first
-        chosen = got[head, :-window] >= 1e8
+        chosen = got[head, :-forced] >= 1e8
         assert set(chosen.nonzero().flatten().tolist()) == set(first)
-        close(got[head, :-window][~chosen], expected[head][~chosen])
-        assert (got[head, -window:] >= 1e8).all()
+        close(got[head, :-forced][~chosen], expected[head][~chosen])
+        assert (got[head, -forced:] >= 1e8).all()
 
 
 def test_defensive_keeps_what_one_query_needs():
