@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from kvc_kernels.select import kept_positions, rank_pages
 
-from sgl_kvc.policy.base import ModelFacts, PagesContext, apportioner, forced_recent
+from sgl_kvc.policy.base import ModelFacts, PagesContext, apportioner, forced_recent, scorer
 from sgl_kvc.spec import CompressionSpec
 
 #: Above every score; falls towards the end of the protected positions so that, should the
@@ -53,7 +53,11 @@ def select(
     statistics : float32 [L, K] for the apportioner (`PagesContext`).
     """
     layers, heads, total = scores.shape
-    recent = forced_recent(spec.recent, segment_blocks * page_size)
+    kept = segment_blocks * page_size
+    lift = scorer(spec).lift
+    if lift is not None:
+        lift(scores, kept, tail)
+    recent = forced_recent(spec.recent, kept)
     protect(scores, spec.sinks, recent - tail, first)
     rows = scores.view(layers * heads, total)
     order, best = rank_pages(rows, page_size)

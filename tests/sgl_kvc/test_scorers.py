@@ -80,6 +80,14 @@ def score(p: Prompt, name: str, chunk: int = 1 << 20, **knob) -> torch.Tensor:
     return method.run(dataclasses.replace(context, state=state))
 
 
+def lifted(scores: torch.Tensor, kept: int, name: str, behind: int = 0, **knob) -> torch.Tensor:
+    """`scores` as selection sees them."""
+    scores = scores.clone()
+    spec = parse({"rate": 4, "scorer": name, "apportioner": "uniform", **knob})
+    scorer(spec).lift(scores, kept, behind)
+    return scores
+
+
 def close(got: torch.Tensor, expected: torch.Tensor, rtol: float = 1e-4) -> None:
     torch.testing.assert_close(got, expected.float(), rtol=rtol, atol=1e-6)
 
@@ -261,13 +269,26 @@ def test_full_attention(norm, power, average, excluded):
     close(got, expected)
 
 
-def test_recent_share_of_the_budget():
+@pytest.mark.parametrize(("behind", "newest"), [(0, 5), (2, 3), (9, 0)])
+def test_recent_share_of_the_budget(behind, newest):
+    """Half of 10 keys; those behind what is selected from count and are kept anyway."""
     p = prompt()
-    plain = score(p, "full-attention", norm="l1")
-    got = score(p, "full-attention", norm="l1", recent_share=0.5)
+    plain = score(p, "full-attention", norm="l1", recent_share=0.5)
+    assert plain.max() < 1e8, "what attention in decode is added to is not lifted"
+    got = lifted(plain, 10, "full-attention", behind, norm="l1", recent_share=0.5)
     for before, after in zip(plain, got, strict=True):
-        assert set(ranking(after)[:5]) == set(range(35, 40))
-        assert ranking(after)[5:] == [key for key in ranking(before) if key < 35]
+        assert set(ranking(after)[:newest]) == set(range(40 - newest, 40))
+        assert ranking(after)[newest:] == [key for key in ranking(before) if key < 40 - newest]
+
+
+def test_recent_share_lifts_no_key_that_a_head_has_not():
+    """In decode a head's keys stand at the end of a rectangle, -inf before them."""
+    scores = torch.tensor([[-torch.inf] * 3 + [0.5], [0.1, 0.4, 0.3, 0.2]])
+    got = lifted(scores, 6, "full-attention", recent_share=0.5)
+    assert got[0, :3].tolist() == [-torch.inf] * 3
+    assert got[0, 3] >= 1e8
+    assert ranking(got[1]) == [1, 2, 3, 0]
+    assert got[1, 0] == scores[1, 0]
 
 
 def test_keyformer():
@@ -277,7 +298,7 @@ def test_keyformer():
     expected = ((logits + noise) / 2).softmax(dim=-1).sum(dim=(1, 2))
     got = score(p, "keyformer", temperature=2.0, seed=3, recent_share=0.0)
     close(got, expected)
-    recent = score(p, "keyformer")
+    recent = lifted(score(p, "keyformer"), p.kept, "keyformer")
     assert all(set(ranking(row)[:3]) == set(range(n - 3, n)) for row in recent)
 
 
