@@ -69,7 +69,11 @@ def recompress(cache: CompressingRadixCache, req, spec: CompressionSpec) -> bool
     with cache.behind_forward(segment):
         held, first = _held_pages(pool, cache.req_to_token_pool.req_to_token, row, end)
         before = torch.arange(held.shape[1], device=held.device) < first[:, None]
-        scores = pool.metric.flatten(0, 2)[held].masked_fill_(before[..., None], -torch.inf)
+        scores = pool.metric.flatten(0, 2)[held]
+        if spec.continual == "position":  # a head's pages stand in that order
+            scores = torch.arange(scores[0].numel(), device=held.device).expand(len(held), -1)
+            scores = scores.view(*held.shape, page).float()
+        scores.masked_fill_(before[..., None], -torch.inf)
         selection = select(
             scores.view(pool.layer_num, pool.head_num, -1),
             spec,

@@ -39,7 +39,7 @@ class Preset:
     recent: int | None = None
 
 
-_WINDOW = "The window's own keys take at most a quarter of the budget, in the paper all they need."
+_WINDOW = "The window's own keys take at most a quarter of the budget; the paper keeps them all."
 _ONCE = "Compresses once, after prefill"
 _ASKED = "Compresses in decode only if the request gives recompress_every"
 
@@ -47,7 +47,7 @@ PRESETS: dict[str, Preset] = {
     # --- by the last queries' attention ---
     "kv-compress": Preset(
         "attention-window", "global", "KV-Compress, arXiv 2410.00161",
-        "Window 32, pool 9, 4 sinks and a head profile where the paper has 8, 7 and neither: they "
+        "Window 32, pool 9, 4 sinks and a head profile; the paper's 8, 7 and neither (kvc-paper) "
         f"miss questions asked further up and what a copy needs next. {_ASKED}.",
         {"window": 32, "pool": 9, "profile_power": 2.0},
     ),

@@ -48,6 +48,8 @@ KNOBS = [
     {"budget": 12, "recompress_every": 6, "recent": 3, "sinks": 2},
     {"rate": 3, "recompress_every": 1, "recent": 0, "policy": "snapkv", "window": 2},
     {"budget": 8, "recompress_every": 9, "question_tokens": 5},
+    {"budget": 12, "recompress_every": 5, "policy": "h2o", "recent": 2},
+    {"rate": 3, "recompress_every": 4, "policy": "streaming-llm"},
 ]
 
 
@@ -420,4 +422,30 @@ def test_compressed_as_soon_as_there_is_room(while_the_question_is_read):
     assert req.kvc_report["decode"]["recompressed"] >= 1
     lives.accounting()
     lives.contents()
+    lives.teardown()
+
+
+def test_streaming_llm_slides_its_window_in_decode():
+    """Sinks and the newest keys, of every head; attention has no say."""
+    lives = Lives()
+    lives.build()
+    knob = {"budget": 16, "policy": "streaming-llm", "recompress_every": 8, "min_tokens": 0}
+    lives.start(0, 60, 0, knob, 0, keep=True)
+    lives.decode(which=0, steps=40)
+    req = lives.live[0]
+    assert req.kvc_report["decode"]["recompressed"] >= 3
+    tokens, row = lives._tokens(req)[: req.kv_committed_len], req.req_pool_idx
+    state, index = lives.segments, torch.tensor([row])
+    rows = Rows(
+        lives.requests.req_to_token, index, torch.tensor([len(tokens)]),
+        state.segment_begin[index], state.tail_begin[index], state.page_start[index],
+    )  # fmt: skip
+    for layer, pages in enumerate(head_pages(rows, LAYERS, HEADS, PAGE)[:LAYERS]):
+        for head in range(HEADS):
+            mine = (pages.owner == head).nonzero().flatten().tolist()
+            held = [lives.pool.flat_k[pages.page[i], : pages.length[i]] for i in mine]
+            wanted = kv(tokens)[:, layer, head]
+            kept = [int((wanted == key).all(-1).nonzero()[0]) for key in torch.cat(held)]
+            newest = len(kept) - 4
+            assert kept == [*range(4), *range(len(tokens) - newest, len(tokens))]
     lives.teardown()
