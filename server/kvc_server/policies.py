@@ -33,12 +33,13 @@ def _policy(name: str) -> dict[str, Any]:
     return {
         "name": name,
         "source": preset.source,
+        "differs": preset.differs or None,
         "scorer": preset.scorer,
         "apportioner": preset.apportioner,
         "sinks": spec.sinks,
         "recent": spec.recent,
         "all_queries": scorer.all_queries,
-        "continual": scorer.continual and apportioner.continual,
+        "continual": spec.continual,
         "needs": sorted({*scorer.needs, *apportioner.needs}),
         "parameters": _parameters(
             policy_parameters(preset.scorer, preset.apportioner), spec.parameters
@@ -52,7 +53,7 @@ def _method(method: Method) -> dict[str, Any]:
         "summary": method.summary,
         "source": method.source,
         "all_queries": method.all_queries,
-        "continual": method.continual,
+        "continual": method.continual or (None if method.family == "scorers" else False),
         "needs": sorted(method.needs),
         "parameters": _parameters(method.parameters, {}),
     }

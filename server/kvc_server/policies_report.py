@@ -40,7 +40,7 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _policies(known: dict[str, Any]) -> Table:
-    table = _table("Policies", "policy", "scorer + apportioner", "parameters", "source")
+    table = _table("Policies", "policy", "scorer + apportioner", "parameters", "source, and how it differs")
     for policy in known["policies"]:
         name = policy["name"] + (" (default)" if policy["name"] == known["default"] else "")
         parameters = {key: value["default"] for key, value in policy["parameters"].items()}
@@ -49,7 +49,7 @@ def _policies(known: dict[str, Any]) -> Table:
             name,
             f"{policy['scorer']} + {policy['apportioner']}",
             " ".join(f"{key}={_short(value)}" for key, value in parameters.items()),
-            policy["source"],
+            policy["source"] + (f". {policy['differs']}" if policy["differs"] else ""),
         )
     return table
 

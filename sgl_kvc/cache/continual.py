@@ -16,11 +16,17 @@ from sgl_kvc.cache.request import Request
 from sgl_kvc.policy.selection import Selection, select
 from sgl_kvc.pool.arena import ArenaKVPool
 from sgl_kvc.pool.segment import Segment
+from sgl_kvc.spec import CompressionSpec
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
     from sgl_kvc.cache.radix import CompressingRadixCache
+
+
+def tracks_attention(spec: CompressionSpec) -> bool:
+    """Whether what decode's queries pay decides what is kept when `spec` compresses again."""
+    return spec.continual == "attention"
 
 
 def start_metric(
@@ -80,7 +86,12 @@ def recompress(cache: CompressingRadixCache, req: Req) -> bool:
     with cache.behind_forward(slots):
         pages, first = _held_pages(pool, req.req_pool_idx, segment, end)
         before = torch.arange(pages.shape[1], device=pages.device) < first[:, None]
-        scores = pool.metric.flatten(0, 2)[pages].masked_fill_(before[..., None], -torch.inf)
+        if spec.continual == "position":  # a head's pages stand in that order
+            scores = torch.arange(pages[0].numel() * page, device=pages.device).float()
+            scores = scores.view(1, -1, page).repeat(len(pages), 1, 1)
+        else:
+            scores = pool.metric.flatten(0, 2)[pages]
+        scores.masked_fill_(before[..., None], -torch.inf)
         selection = select(
             scores.view(pool.layer_num, pool.head_num, -1),
             spec,
@@ -93,7 +104,10 @@ def recompress(cache: CompressingRadixCache, req: Req) -> bool:
         )
         head = _owners(selection, page)
         source, offset = pages[head, selection.positions // page], selection.positions % page
-        for arena in (pool.arena_k, pool.arena_v, pool.metric):
+        arenas = [pool.arena_k, pool.arena_v]
+        if tracks_attention(spec):
+            arenas.append(pool.metric)
+        for arena in arenas:
             move(arena, source, offset, slots[::page] // page)
         new = Segment(segment.begin, end, slots, selection.pages, page, spec)
         cache.point_row(req, new)

@@ -159,9 +159,8 @@ class CompressingRadixCache(RadixCache):
         request, row = Request.of(req), req.req_pool_idx
         self._remember_states(req)
         segment = request.segment
-        if request.report is not None and self.pool.spans.tracks_attention(row):
-            begin = 0 if segment is None else segment.row_begin - segment.begin
-            request.report.note_peak(kv_len_to_handle - begin)
+        if request.goes_on and request.report is not None and segment is not None:
+            request.report.note_peak(kv_len_to_handle - segment.row_begin + segment.begin)
         self.pool.spans.clear(row)
         self.sharing.remove(request)
         request.retract()
@@ -200,7 +199,7 @@ class CompressingRadixCache(RadixCache):
     def _compress_if_due(self, req: Req) -> None:
         request = Request.of(req)
         if request.segment is not None:
-            if self.pool.spans.tracks_attention(req.req_pool_idx):
+            if request.goes_on:
                 self._released |= continual.recompress(self, req)
         elif request.extent is not None and request.extent.compressed and _decodes(req):
             if len(req.prefix_indices) >= request.extent.scored:  # there was no room before
@@ -233,7 +232,7 @@ class CompressingRadixCache(RadixCache):
             return
         with self.behind_forward(slots):
             segment, selection = compact_prompt(self.pool, request, row_slots, slots)
-            if request.goes_on:
+            if request.goes_on and continual.tracks_attention(request.spec):
                 continual.start_metric(self.pool, request, selection, segment, row_slots)
         self._install(req, segment)
 
@@ -244,7 +243,7 @@ class CompressingRadixCache(RadixCache):
         assert extent is not None
         with self.behind_forward():
             self.point_row(req, segment)
-            if request.goes_on:
+            if request.goes_on and continual.tracks_attention(request.spec):
                 behind = self._row_slots(req)[extent.scored : req.kv_committed_len]
                 self.pool.reset_metric(behind.long())
                 self.pool.spans.track(req.req_pool_idx)

@@ -8,6 +8,14 @@ key of each head should be kept. One that looks at every query of the prompt als
 ``observe(context, **parameters)``: it is called for every chunk of the prompt in order and
 returns what the next call, and at last ``score``, finds in ``context.state``.
 
+A scorer's file may hold ``lift(scores, kept, behind, **parameters) -> None``, which changes scores
+[..., n] in place whenever keys are about to be selected, after prefill and in decode: for what
+depends on how many KVs a head keeps (`kept`) and on which keys are the newest. `behind` positions
+follow that are kept in any case. It leaves -inf where it is, no key is there.
+
+With ``CONTINUAL`` a scorer says how its scores go on while a request decodes (`spec.catalogue`).
+What ``score`` returns is then what attention in decode is added to.
+
 An apportioner's file holds ``apportion(context, **parameters) -> int64 [L, H]``, pages per head:
 at least 1, at most C, summing to ``context.total``. It may hold ``observe(layer_context,
 **parameters) -> float32 [K]``, called once a layer beside the scorer; the results are stacked
@@ -88,6 +96,11 @@ class LayerContext:
     state: Any = None
     lse: torch.Tensor | None = None
 
+    @property
+    def forced(self) -> int:
+        """How many of the window's own keys a scorer may put first, whatever they score."""
+        return forced_recent(self.queries.shape[0], self.kept)
+
     def window_attention(self, power: int = 1, **how: Any) -> torch.Tensor:
         """float32 [H, n], attention every key gets (`kvc_kernels.score.window_attention`)."""
         return window_attention(
@@ -97,6 +110,15 @@ class LayerContext:
     def causal_attention(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Attention itself, in blocks of queries (`kvc_kernels.score.causal_attention`)."""
         return causal_attention(self.queries, self.keys, self.scale, lse=self.lse)
+
+
+def forced_recent(recent: int, kept: int) -> int:
+    """How many of the last `recent` positions are kept whatever they score.
+
+    At most a quarter of the `kept` KVs that a head keeps on average: at high rates they would
+    fill the budget, and all heads would keep the same.
+    """
+    return min(recent, kept // 4)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,10 +144,17 @@ class PagesContext:
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """A scorer or an apportioner with a request's parameters; `observe` is None if it has none."""
+    """A scorer or an apportioner with a request's parameters.
+
+    Attributes
+    ----------
+    run : its ``score`` or ``apportion``.
+    observe, lift : None if it has none.
+    """
 
     run: Callable[[Any], torch.Tensor]
     observe: Callable[[LayerContext], Any] | None
+    lift: Callable[[torch.Tensor, int, int], None] | None
 
 
 def scorer(spec: CompressionSpec) -> Method:
@@ -142,7 +171,9 @@ def _method(family: str, name: str, function: str, spec: CompressionSpec) -> Met
     module = importlib.import_module(f"sgl_kvc.policy.{family}.{name.replace('-', '_')}")
     own = methods(family)[name].parameters
     parameters = {key: spec.parameters.get(key, p.default) for key, p in own.items()}
-    run, observe = getattr(module, function), getattr(module, "observe", None)
+    run, observe, lift = (getattr(module, key, None) for key in (function, "observe", "lift"))
     return Method(
-        functools.partial(run, **parameters), observe and functools.partial(observe, **parameters)
+        functools.partial(run, **parameters),
+        observe and functools.partial(observe, **parameters),
+        lift and functools.partial(lift, **parameters),
     )

@@ -7,7 +7,7 @@ import dataclasses
 import torch
 from kvc_kernels.select import kept_positions, rank_pages
 
-from sgl_kvc.policy.base import ModelFacts, PagesContext, apportioner
+from sgl_kvc.policy.base import ModelFacts, PagesContext, apportioner, forced_recent, scorer
 from sgl_kvc.spec import CompressionSpec
 
 #: Above every score; falls towards the end of the protected positions so that, should the
@@ -48,8 +48,7 @@ def select(
     scores : float32 [L, H, S]; S is a multiple of `page_size`. Overwritten.
     segment_blocks : whole blocks the segment gets, at most S / page_size.
     tail : tokens of what is compressed that lie behind S; they are kept in any case, and are
-        the last of the `spec.recent` that are protected. At most a quarter of what a head keeps on
-        average is protected so, or heads could not differ at high rates.
+        the last of the `spec.recent` that are protected (no more than `forced_recent` says).
     before : KVs that are kept in any case and lie before the scored ones; they are the first of
         the `spec.sinks` that are protected.
     first : int64 [L * H], where each head's KVs begin, a multiple of `page_size`; scores before
@@ -57,7 +56,11 @@ def select(
     statistics : float32 [L, K] for the apportioner (`PagesContext`).
     """
     layers, heads, total = scores.shape
-    recent = min(spec.recent, segment_blocks * page_size // 4)
+    kept = segment_blocks * page_size
+    lift = scorer(spec).lift
+    if lift is not None:
+        lift(scores, kept, tail)
+    recent = forced_recent(spec.recent, kept)
     protect(scores, max(0, spec.sinks - before), recent - tail, first)
     rows = scores.view(layers * heads, total)
     order, best = rank_pages(rows, page_size)

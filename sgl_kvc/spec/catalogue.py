@@ -12,9 +12,13 @@ it, because the gateway asks too and must not import torch. A method's file says
         "values": {"default": False, "choices": [False, True]},
     }
     NEEDS = ("head_profile",)            # of policy/base.py's ModelFacts
-    CONTINUAL = True                     # can go on during decode (docs/design.md)
+    CONTINUAL = "attention"              # compression can go on in decode (docs/design.md)
 
-and describes each parameter in the docstring of its function, in numpydoc's form.
+For a scorer CONTINUAL is how its scores go on in decode: "attention", what decode's queries pay is
+added to what `score` returned (squared, but for a parameter `norm` of "l1"), or "position", the
+newest keys first and nothing is counted. For an apportioner it is True. Without it compression
+happens once, after prefill. The file describes each parameter in the docstring of its function,
+in numpydoc's form.
 """
 
 from __future__ import annotations
@@ -27,6 +31,8 @@ from pathlib import Path
 from typing import Any
 
 FAMILIES = {"scorers": "score", "apportioners": "apportion"}
+#: What a method's file may say of compression in decode.
+CONTINUAL = {"scorers": (False, "attention", "position"), "apportioners": (False, True)}
 _CONSTANTS = ("SOURCE", "PARAMETERS", "NEEDS", "CONTINUAL")
 
 
@@ -70,7 +76,8 @@ class Method:
     all_queries : whether it looks at every query of the prompt, not at the last ones alone.
         Then no part of the prompt may come from the prefix cache.
     needs : the `base.ModelFacts` it cannot do without.
-    continual : whether its choice can be repeated during decode.
+    continual : whether its choice can be repeated in decode; of a scorer how, "attention" or
+        "position"; empty or False if not.
     """
 
     family: str
@@ -80,7 +87,7 @@ class Method:
     parameters: dict[str, Parameter]
     all_queries: bool
     needs: tuple[str, ...]
-    continual: bool
+    continual: str | bool
 
 
 @functools.cache
@@ -103,6 +110,10 @@ def _read(family: str, path: Path) -> Method:
     functions = {node.name: node for node in tree.body if isinstance(node, ast.FunctionDef)}
     about = _descriptions(ast.get_docstring(functions[FAMILIES[family]]) or "")
     limits = constants.get("PARAMETERS", {})
+    continual = constants.get("CONTINUAL", False)
+    if continual not in CONTINUAL[family]:
+        known = ", ".join(repr(kind) for kind in CONTINUAL[family] if kind)
+        raise ValueError(f"{path}: CONTINUAL is {continual!r}; it can be {known}")
     return Method(
         family,
         path.stem.replace("_", "-"),
@@ -111,7 +122,7 @@ def _read(family: str, path: Path) -> Method:
         {name: _parameter(name, given, about.get(name, "")) for name, given in limits.items()},
         family == "scorers" and "observe" in functions,
         tuple(constants.get("NEEDS", ())),
-        constants.get("CONTINUAL", False),
+        continual,
     )
 
 

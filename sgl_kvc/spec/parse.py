@@ -43,8 +43,8 @@ class CompressionSpec:
         what follows is compressed.
     question_tokens : the prompt's last tokens, read only after compression, as a later turn's
         would be; no score sees them.
-    recompress_every : decoded tokens after which segment and tail are compressed again, by
-        the squared attention gathered meanwhile (arXiv 2410.00161, eq. 20); 0 is never.
+    recompress_every : decoded tokens after which segment and tail are compressed again, by what
+        `continual` says (attention: arXiv 2410.00161, eq. 20); 0 is never.
     """
 
     rate: float | None = None
@@ -74,6 +74,20 @@ class CompressionSpec:
     def all_queries(self) -> bool:
         """Whether every query has to be computed, so that nothing may come from a cache."""
         return methods("scorers")[self.scorer].all_queries
+
+    @property
+    def continual(self) -> str | None:
+        """What KVs are chosen by when a request is compressed again in decode.
+
+        "squared attention" or "attention", what decode's queries paid them, added to their scores;
+        "position", the newest; None if the policy cannot go on.
+        """
+        kind = methods("scorers")[self.scorer].continual
+        if not kind or not methods("apportioners")[self.apportioner].continual:
+            return None
+        if kind == "attention" and self.parameters.get("norm", "l2") == "l2":
+            return "squared attention"
+        return str(kind)
 
     def blocks_for(self, whole: int, page_size: int) -> int:
         """Blocks that `whole` blocks of `page_size` tokens are compressed to, at least 1."""
@@ -171,14 +185,13 @@ def _policy(given: Mapping[str, Any]) -> dict[str, Any]:
         for key in named:
             checks.one_of(key, given[key], sorted(methods(f"{key}s")))
         scorer, apportioner = given["scorer"], given["apportioner"]
-        name, preset = f"{scorer}+{apportioner}", Preset(scorer, apportioner, "")
+        name, preset = f"{scorer}+{apportioner}", Preset(scorer, apportioner, "", "")
     else:
         name = given.get("policy", DEFAULT_POLICY)
         checks.one_of("policy", name, sorted(PRESETS))
         preset = PRESETS[name]
-    values = {field.name: getattr(preset, field.name) for field in dataclasses.fields(preset)}
-    del values["source"]
-    return values | {"policy": name}
+    used = ("scorer", "apportioner", "parameters", "sinks", "recent")
+    return {"policy": name} | {field: getattr(preset, field) for field in used}
 
 
 def _parameters(knob: Mapping[str, Any], values: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,9 @@ class Preset:
     Attributes
     ----------
     source : the paper.
+    differs : how it differs from the paper in what is kept, in a line or two; empty if it does not.
+        Not repeated everywhere: selection is by pages (docs/design.md), query heads that share
+        a KV head share its cache, and sinks and recent keys are kept under every policy.
     parameters : of scorer and apportioner, where they differ from the methods' defaults.
     sinks, recent : first and last positions that are always kept; `recent` None means as
         many as the scorer's window holds, at least `MIN_RECENT`.
@@ -30,64 +33,130 @@ class Preset:
     scorer: str
     apportioner: str
     source: str
+    differs: str
     parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     sinks: int = 4
     recent: int | None = None
 
 
+_WINDOW = "The window's own keys take at most a quarter of the budget; the paper keeps them all."
+_ONCE = "Compresses once, after prefill"
+_ASKED = "Compresses in decode only if the request gives recompress_every"
+
 PRESETS: dict[str, Preset] = {
     # --- by the last queries' attention ---
     "kv-compress": Preset(
         "attention-window", "global", "KV-Compress, arXiv 2410.00161",
-        # The paper's 8 and 7 miss questions asked further up, its 0 what a copy needs next.
+        "Window 32, pool 9, 4 sinks and a head profile; the paper's 8, 7 and neither (kvc-paper) "
+        f"miss questions asked further up and what a copy needs next. {_ASKED}.",
         {"window": 32, "pool": 9, "profile_power": 2.0},
     ),
+    "kvc-paper": Preset(
+        "attention-window", "global", "KVC-w, KV-Compress, arXiv 2410.00161",
+        f"{_ASKED}, every so many tokens; the paper at every step.",
+        {"window": 8, "pool": 7, "profile_power": 0.0}, sinks=0, recent=8,
+    ),
+    "kvc-full": Preset(
+        "full-attention", "global", "KVC-full, KV-Compress, arXiv 2410.00161",
+        f"{_ASKED}, every so many tokens; the paper at every step.",
+        {"excluded": 10}, sinks=0, recent=32,
+    ),
     "snapkv": Preset(
-        "attention-window", "uniform", "SnapKV, arXiv 2404.14469",
+        "attention-window", "uniform", "SnapKV, arXiv 2404.14469", _WINDOW,
         {"window": 32, "norm": "l1"},
     ),
     "pyramidkv": Preset(
         "attention-window", "pyramid", "PyramidKV, arXiv 2406.02069",
+        f"{_WINDOW} Budgets fall linearly however small the last layer's is; the authors' code "
+        "turns uniform when it would be less than the window.",
         {"window": 8, "norm": "l1"},
     ),
     "ada-kv": Preset(
         "attention-window", "adaptive", "Ada-KV, arXiv 2407.11550",
+        f"{_WINDOW} A head's floor is given before heads compete; the authors' code mixes it in "
+        "after.",
         {"window": 32, "norm": "l1"},
     ),
-    "criticalkv": Preset("critical", "uniform", "CriticalKV, arXiv 2502.03805"),
-    "defensivekv": Preset("defensive", "adaptive", "DefensiveKV, arXiv 2510.13334"),
-    "cake": Preset("cake", "cake", "CAKE, arXiv 2503.12491"),
-    "fastgen": Preset("fastgen", "global", "FastGen, arXiv 2310.01801", sinks=0),
-    "tova": Preset("tova", "uniform", "TOVA, arXiv 2401.06104", sinks=0, recent=1),
+    "criticalkv": Preset("critical", "uniform", "CriticalKV, arXiv 2502.03805", _WINDOW),
+    "defensivekv": Preset("defensive", "adaptive", "DefensiveKV, arXiv 2510.13334", _WINDOW),
+    "cake": Preset(
+        "cake", "cake", "CAKE, arXiv 2503.12491",
+        f"{_WINDOW} Its temperatures are 1; the paper tunes them for each model and budget.",
+    ),
+    "fastgen": Preset(
+        "fastgen", "by-need", "FastGen, arXiv 2310.01801",
+        "A head's kind is found by the last 64 queries, in the paper by all. The budget is fixed "
+        "before: if it is less than the kinds need, every head keeps the same share of its need; "
+        f"if it is more, nothing is given back. {_ONCE}.",
+        sinks=0,
+    ),
+    "tova": Preset(
+        "tova", "uniform", "TOVA, arXiv 2401.06104",
+        f"{_ONCE}, by the prompt's last query; the paper drops a key at every step.",
+        sinks=0, recent=1,
+    ),
     "scissorhands": Preset(
-        "scissorhands", "uniform", "Scissorhands, arXiv 2305.17118", sinks=0, recent=10
+        "scissorhands", "uniform", "Scissorhands, arXiv 2305.17118",
+        f"{_ONCE}; the paper whenever the buffer is full, also in decode. All layers get the "
+        "same; keys of equal count rank by attention.",
+        sinks=0, recent=10,
     ),
     # --- by every query's ---
     "h2o": Preset(
         "full-attention", "uniform", "H2O, arXiv 2306.14048",
+        "All of the prompt's attention is summed before anything is dropped, and in decode "
+        "(recompress_every) so many tokens are; the paper drops a key at every step, in the prompt "
+        "too.",
         {"norm": "l1", "recent_share": 0.5}, sinks=0,
     ),
-    "kvc-full": Preset("full-attention", "global", "KVC-full, KV-Compress, arXiv 2410.00161"),
-    "keyformer": Preset("keyformer", "uniform", "Keyformer, arXiv 2403.09054", sinks=0),
+    "keyformer": Preset(
+        "keyformer", "uniform", "Keyformer, arXiv 2403.09054",
+        f"{_ONCE}, at one temperature; the paper drops a key at every step of decode and raises "
+        "the temperature.",
+        sinks=0,
+    ),
     "expected-attention": Preset(
-        "expected-attention", "adaptive", "Expected Attention, arXiv 2510.00636"
+        "expected-attention", "adaptive", "Expected Attention, arXiv 2510.00636",
+        f"{_ONCE}; the paper also in decode.",
     ),
     # --- by keys and values alone ---
     "knorm": Preset(
-        "knorm", "uniform", "L2 norm-based compression, arXiv 2406.11430", sinks=0
+        "knorm", "uniform", "L2 norm-based compression, arXiv 2406.11430",
+        f"{_ONCE}, in all layers and with the newest 32 keys kept; the paper spares the first two "
+        "layers.",
+        sinks=0,
     ),
-    "keydiff": Preset("keydiff", "uniform", "KeyDiff, arXiv 2504.15364", sinks=0),
-    "lagkv": Preset("lagkv", "uniform", "LagKV, arXiv 2504.04704"),
+    "keydiff": Preset(
+        "keydiff", "uniform", "KeyDiff, arXiv 2504.15364",
+        "The whole prompt is compared at once; the paper also evicts block by block while it "
+        "reads it.",
+        sinks=0,
+    ),
+    "lagkv": Preset(
+        "lagkv", "uniform", "LagKV, arXiv 2504.04704",
+        f"{_ONCE}; the paper part by part as the cache grows, also in decode.",
+    ),
     # --- by what a head is for; the papers' 4,000 and 256 recent keys suit far longer prompts ---
     "razor-attention": Preset(
         "attention-window", "head-profile", "RazorAttention, arXiv 2407.15891",
+        "Retrieval heads keep what the budget holds, by attention, in the paper everything. No "
+        "compensation token: what is dropped cannot be one KV, as attention gives every KV the "
+        "weight of one. 64 recent keys where the paper has 4,000 or a fifth of the prompt.",
         {"retrieval": 0.15}, recent=64,
     ),
     "duo-attention": Preset(
         "attention-window", "head-profile", "DuoAttention, arXiv 2410.10819",
+        "Which heads retrieve is RazorAttention's measure, 25 % of them; the paper trains a gate "
+        "for each head. Retrieval heads keep what the budget holds, by attention, in the paper "
+        "everything. 64 recent keys where the paper has 256.",
         {"retrieval": 0.25}, recent=64,
     ),
     # --- by position, and the baseline ---
-    "streaming-llm": Preset("recency", "uniform", "StreamingLLM, arXiv 2309.17453"),
-    "random": Preset("random", "uniform", "the baseline"),
+    "streaming-llm": Preset(
+        "recency", "uniform", "StreamingLLM, arXiv 2309.17453",
+        "In decode the window slides by recompress_every tokens, if the request gives it; in the "
+        "paper always, by one. Keys keep the rotation of their place in the text; in the paper "
+        "they get that of their place in the cache.",
+    ),
+    "random": Preset("random", "uniform", "the baseline", ""),
 }  # fmt: skip

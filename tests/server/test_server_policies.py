@@ -17,6 +17,7 @@ def test_everything_is_listed() -> None:
     listed = catalogue()
     assert listed["default"] == DEFAULT_POLICY
     assert [policy["name"] for policy in listed["policies"]] == list(PRESETS)
+    assert all(policy["differs"] for policy in listed["policies"] if policy["name"] != "random")
     for family in ("scorers", "apportioners"):
         assert [method["name"] for method in listed[family]] == list(methods(family))
         for method in listed[family]:
@@ -36,6 +37,7 @@ def test_a_policy_lists_what_a_request_gets() -> None:
         own = parse({"rate": 8} | pair | defaults)
         assert own.parameters == parse(knob).parameters
         assert own.all_queries == policy["all_queries"]
+        assert own.continual == policy["continual"]
 
 
 def _beyond(parameter: dict) -> list:
@@ -78,6 +80,7 @@ def test_the_table_names_everything(
     monkeypatch.setenv("COLUMNS", "200")
     assert main(["policies"]) == 0
     printed = capsys.readouterr().out
+    assert "how it differs" in printed
     for name in [*PRESETS, *methods("scorers"), *methods("apportioners"), "pooling", "max, mean"]:
         assert name in printed
 

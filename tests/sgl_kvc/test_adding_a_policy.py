@@ -93,7 +93,7 @@ def test_parameters_are_checked_and_described():
 
 
 def test_the_preset_names_them(monkeypatch):
-    (entry,) = re.findall(r"```python\n(\".*?),\n```", GUIDE)
+    (entry,) = re.findall(r"```python\n(\"[^`]*?),\n```", GUIDE)
     name, preset = next(iter(eval("{" + entry + "}", {"Preset": Preset}).items()))
     monkeypatch.setitem(PRESETS, name, preset)
     spec = parse({"rate": 8, "policy": name})

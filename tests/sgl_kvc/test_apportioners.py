@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvc_kernels.score import put_first
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sgl_kvc.policy.apportioners._shares import protected_pages, split
@@ -280,6 +281,20 @@ def test_head_profile_rounds_the_number_of_heads_up():
 @pytest.mark.parametrize("retrieval", [0, 1])
 def test_head_profile_is_uniform_when_all_heads_are_alike(retrieval):
     assert pages("head-profile", profiled(3, 20), retrieval=retrieval) == [[3] * 4] * 2
+
+
+def test_by_need_gives_every_head_the_same_share_of_its_need():
+    scores = torch.zeros(1, 3, 12)
+    for head, needed in enumerate([1, 3, 8]):
+        scores[0, head, :needed] = put_first(torch.zeros(1), torch.tensor([True]))
+
+    def each(mean: int) -> list[int]:
+        return pages("by-need", PagesContext(scores, 3 * mean, 8))[0]
+
+    assert each(2) == [1, 1, 4], "6 for 12; no head below a page"
+    assert each(4) == [1, 3, 8], "all that they need"
+    assert each(5) == [1, 4, 10], "and the rest likewise"
+    assert pages("by-need", flat(2, 2, 9, 3)) == [[3, 3]] * 2, "where nobody needs anything"
 
 
 @pytest.mark.parametrize("name", methods("apportioners"))

@@ -40,6 +40,8 @@ KNOBS = [
     {"budget": 8, "recompress_every": 5, "question_tokens": 60},
     {"budget": 8, "recompress_every": 5, "prefix_tokens": 17},
     {"budget": 4, "recompress_every": 4, "prefix_tokens": 90, "question_tokens": 3},
+    {"budget": 12, "recompress_every": 5, "policy": "h2o", "recent": 2},
+    {"rate": 3, "recompress_every": 4, "policy": "streaming-llm"},
 ]
 
 

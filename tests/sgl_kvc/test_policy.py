@@ -132,6 +132,56 @@ def test_selection_keeps_the_protected(preset, blocks):
             assert set(range(tokens - recent, tokens)) <= set(kept.tolist())
 
 
+def _attended(group: list[range]) -> LayerContext:
+    """256 keys; in head h the last 32 queries look at nothing but `group[h]`, evenly."""
+    heads, tokens = len(group), 256
+    keys = torch.zeros(tokens, heads, DIM)
+    for head, wanted in enumerate(group):
+        keys[list(wanted), head, 0] = 1.0
+    queries = torch.zeros(32, heads, DIM)
+    queries[..., 0] = 60.0
+    facts = ModelFacts(output_projection=[torch.ones(1, heads * DIM)])
+    spec, ids = CompressionSpec(rate=8), torch.zeros(tokens, dtype=torch.int64)
+    values = torch.ones(tokens, heads, DIM)
+    return LayerContext(0, 1, queries, keys, values, 1.0, spec, ids, 32, facts)
+
+
+WINDOWED = ["attention-window", "critical", "defensive", "cake"]
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_the_window_is_forced_into_a_quarter_of_the_budget_only(name):
+    """At rate 8, 32 of 256 keys are kept, as many as the window has; 24 matter, all further up."""
+    knob = {"rate": 8, "scorer": name, "apportioner": "uniform", "window": 32, "pool": 1}
+    spec = parse(knob | {"sinks": 0})
+    context = replace(_attended([range(40, 64)] * 2), spec=spec)
+    chosen = select(scorer(spec).run(context)[None], spec, 4, 8, facts=context.facts)
+    for kept in chosen.positions.view(2, 32):
+        assert kept.tolist() == [*range(40, 64), *range(248, 256)]
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_heads_differ_at_rates_where_the_window_would_fill_the_budget(name):
+    """One head needs a page of keys, the other three."""
+    knob = {"rate": 8, "scorer": name, "apportioner": "global", "window": 32, "pool": 1}
+    spec = parse(knob | {"sinks": 0})
+    context = replace(_attended([range(40, 48), range(40, 80)]), spec=spec)
+    chosen = select(scorer(spec).run(context)[None], spec, 4, 8, facts=context.facts)
+    few, many = chosen.pages.tolist()
+    assert few < many
+
+
+@pytest.mark.parametrize("name", WINDOWED)
+def test_the_whole_window_is_kept_where_the_budget_is_large(name):
+    """As the papers have it: a window of 8 is no more than a quarter of 32."""
+    knob = {"rate": 8, "scorer": name, "apportioner": "uniform", "window": 8, "pool": 1}
+    spec = parse(knob | {"sinks": 0})
+    context = _attended([range(40, 72)])
+    context = replace(context, spec=spec, queries=context.queries[-8:])
+    chosen = select(scorer(spec).run(context)[None], spec, 4, 8, facts=context.facts)
+    assert set(range(248, 256)) <= set(chosen.positions.tolist())
+
+
 def test_protection_orders_sinks_before_recent_and_newer_before_older():
     scores = torch.full((1, 1, 32), 5.0)
     protect(scores, 2, 8)

@@ -80,6 +80,14 @@ def score(p: Prompt, name: str, chunk: int = 1 << 20, **knob) -> torch.Tensor:
     return method.run(dataclasses.replace(context, state=state))
 
 
+def lifted(scores: torch.Tensor, kept: int, name: str, behind: int = 0, **knob) -> torch.Tensor:
+    """`scores` as selection sees them."""
+    scores = scores.clone()
+    spec = parse({"rate": 4, "scorer": name, "apportioner": "uniform", **knob})
+    scorer(spec).lift(scores, kept, behind)
+    return scores
+
+
 def close(got: torch.Tensor, expected: torch.Tensor, rtol: float = 1e-4) -> None:
     torch.testing.assert_close(got, expected.float(), rtol=rtol, atol=1e-6)
 
@@ -155,15 +163,18 @@ def test_scissorhands():
         assert ranking(got[row]) == order
 
 
-def test_cake():
+@pytest.mark.parametrize(("kept", "forced"), [(36, 9), (10, 2)])
+def test_cake(kept, forced):
     p, window = prompt(), 9
-    attention = p.attention(window)[..., :-window]
+    p.kept = kept
+    attention = p.attention(window)
     raw = attention.mean(dim=2) + 50 * attention.var(dim=2)
-    padded = torch.nn.functional.pad(raw, (1, 1))
+    padded = torch.nn.functional.pad(raw[..., :-window], (1, 1))
     pooled = (padded[..., :-2] + padded[..., 1:-1] + padded[..., 2:]) / 3
+    expected = torch.cat([pooled, raw[..., -window:]], dim=-1).mean(dim=1)
     got = score(p, "cake", window=window, gamma=50.0, pool=3)
-    close(got[:, :-window], pooled.mean(dim=1))
-    assert got[:, -window:].min() > got[:, :-window].max()
+    close(got[:, :-forced], expected[:, :-forced])
+    assert got[:, -forced:].min() > got[:, :-forced].max()
 
 
 def test_cake_prefers_the_key_that_comes_and_goes():
@@ -178,51 +189,55 @@ def test_cake_prefers_the_key_that_comes_and_goes():
     assert ranking(score(p, "cake", window=8, pool=1)[0, :4])[:2] in ([2, 3], [3, 2])
 
 
-def test_critical():
+@pytest.mark.parametrize(("kept", "forced"), [(20, 5), (10, 2)])
+def test_critical(kept, forced):
     """Half of what is kept by attention alone, the rest by attention times the norm."""
     p, window, n = prompt(), 5, 40
+    p.kept = kept
     attention = p.attention(window).mean(dim=(1, 2))
     projection = p.facts.output_projection[p.layer].double().view(HIDDEN, 3, 2, DIM)
     moved = torch.einsum("khd,ohgd->hgko", p.values.double(), projection)
     weighted = (attention + 1e-4) * moved.abs().sum(-1).mean(1)
     got = score(p, "critical", window=window, pool=1)
     for head in range(3):
-        own = list(range(n - window, n))
+        own = list(range(n - forced, n))
         rest = [key for key in ranking(attention[head]) if key not in own]
-        first = [*own, *rest[: p.kept // 2 - window]]
+        first = [*own, *rest[: kept // 2 - forced]]
         second = [key for key in ranking(weighted[head]) if key not in first]
         order = ranking(got[head])
         assert set(order[: len(first)]) == set(first)
         assert order[len(first) :] == second
 
 
-def test_defensive():
+@pytest.mark.parametrize(("kept", "forced"), [(20, 5), (12, 3)])
+def test_defensive(kept, forced):
     p, window = prompt(), 5
-    p.kept = 12
+    p.kept = kept
     attention = p.attention(window)
     before = attention[..., :-window]
     padded = torch.nn.functional.pad(before, (1, 1))
     pooled = padded[..., :-2] + padded[..., 1:-1] + padded[..., 2:]
     pooled *= before.sum(-1, keepdim=True) / pooled.sum(-1, keepdim=True)
-    worst = pooled.amax(dim=(1, 2))
+    own = attention[..., -window : 40 - forced]
+    worst = torch.cat([pooled, own], dim=-1).amax(dim=(1, 2))
     risk = worst.maximum(worst.mean(-1, keepdim=True))
     projection = p.facts.output_projection[p.layer].double().view(HIDDEN, 3, 2, DIM)
     norm = torch.einsum("khd,ohgd->hgko", p.values.double(), projection).abs().sum(-1).mean(1)
-    expected = risk * (norm / norm.sum(0))[:, :-window]
-    mean = before.mean(dim=(1, 2))
+    expected = risk * (norm / norm.sum(0))[:, :-forced]
+    mean = attention[..., :-forced].mean(dim=(1, 2))
     got = score(p, "defensive", window=window, pool=3, first_stage=0.6)
     for head in range(3):
         held, first = 1 - mean[head].sum(), []
-        for key in ranking(mean[head])[: p.kept - window]:
+        for key in ranking(mean[head])[: kept - forced]:
             if held >= 0.6:
                 break
             first.append(key)
             held += mean[head, key]
         assert first
-        chosen = got[head, :-window] >= 1e8
+        chosen = got[head, :-forced] >= 1e8
         assert set(chosen.nonzero().flatten().tolist()) == set(first)
-        close(got[head, :-window][~chosen], expected[head][~chosen])
-        assert (got[head, -window:] >= 1e8).all()
+        close(got[head, :-forced][~chosen], expected[head][~chosen])
+        assert (got[head, -forced:] >= 1e8).all()
 
 
 def test_defensive_keeps_what_one_query_needs():
@@ -254,13 +269,26 @@ def test_full_attention(norm, power, average, excluded):
     close(got, expected)
 
 
-def test_recent_share_of_the_budget():
+@pytest.mark.parametrize(("behind", "newest"), [(0, 5), (2, 3), (9, 0)])
+def test_recent_share_of_the_budget(behind, newest):
+    """Half of 10 keys; those behind what is selected from count and are kept anyway."""
     p = prompt()
-    plain = score(p, "full-attention", norm="l1")
-    got = score(p, "full-attention", norm="l1", recent_share=0.5)
+    plain = score(p, "full-attention", norm="l1", recent_share=0.5)
+    assert plain.max() < 1e8, "what attention in decode is added to is not lifted"
+    got = lifted(plain, 10, "full-attention", behind, norm="l1", recent_share=0.5)
     for before, after in zip(plain, got, strict=True):
-        assert set(ranking(after)[:5]) == set(range(35, 40))
-        assert ranking(after)[5:] == [key for key in ranking(before) if key < 35]
+        assert set(ranking(after)[:newest]) == set(range(40 - newest, 40))
+        assert ranking(after)[newest:] == [key for key in ranking(before) if key < 40 - newest]
+
+
+def test_recent_share_lifts_no_key_that_a_head_has_not():
+    """In decode a head's keys stand at the end of a rectangle, -inf before them."""
+    scores = torch.tensor([[-torch.inf] * 3 + [0.5], [0.1, 0.4, 0.3, 0.2]])
+    got = lifted(scores, 6, "full-attention", recent_share=0.5)
+    assert got[0, :3].tolist() == [-torch.inf] * 3
+    assert got[0, 3] >= 1e8
+    assert ranking(got[1]) == [1, 2, 3, 0]
+    assert got[1, 0] == scores[1, 0]
 
 
 def test_keyformer():
@@ -270,7 +298,7 @@ def test_keyformer():
     expected = ((logits + noise) / 2).softmax(dim=-1).sum(dim=(1, 2))
     got = score(p, "keyformer", temperature=2.0, seed=3, recent_share=0.0)
     close(got, expected)
-    recent = score(p, "keyformer")
+    recent = lifted(score(p, "keyformer"), p.kept, "keyformer")
     assert all(set(ranking(row)[:3]) == set(range(n - 3, n)) for row in recent)
 
 

@@ -9,26 +9,26 @@ from sgl_kvc.policy.base import PagesContext
 #: Below the scores of protected positions (`sgl_kvc.policy.selection.protect`), above all others.
 LIFTED = 1e29
 
-#: What a weight of zero counts, against the largest: first all others get their most.
+#: What a weight of zero counts, against the largest: first all others get their maximum.
 _NOTHING = 1e-12
 
 
 def split(
     total: int | torch.Tensor,
     weights: torch.Tensor,
-    least: int | torch.Tensor,
-    most: int | torch.Tensor,
+    min_share: int | torch.Tensor,
+    max_share: int | torch.Tensor,
 ) -> torch.Tensor:
-    """Whole shares of `total` in proportion to `weights`, each in [least, most].
+    """Whole shares of `total` in proportion to `weights`, each in [min_share, max_share].
 
     What the bounds cut off or add is shared by the others, in proportion again, so the shares
-    are ``clamp(x * weights, least, most)`` for the one x where they sum to `total`; then they
-    are rounded by largest remainder, equal remainders in order. Nothing waits for the device.
+    are ``clamp(x * weights, min_share, max_share)`` for the one x where they sum to `total`; then
+    they are rounded by largest remainder, equal remainders in order. Nothing waits for the device.
 
     Parameters
     ----------
-    total, least, most : whole numbers, or tensors of one, with
-        ``R * least <= total <= R * most``.
+    total, min_share, max_share : whole numbers, or tensors of one, with
+        ``R * min_share <= total <= R * max_share``.
     weights : [R], not negative; all zero counts as all equal.
 
     Returns
@@ -37,10 +37,10 @@ def split(
     """
     weights = weights.double()
     weights = (weights / weights.amax()).nan_to_num(1.0).clamp(_NOTHING, 1.0)
-    least, most = (weights.new_zeros(()) + bound for bound in (least, most))
+    low, high = (weights.new_zeros(()) + bound for bound in (min_share, max_share))
     # The sum of the shares is linear in x between the points where a share meets a bound.
-    corners = torch.cat([least / weights, most / weights]).sort().values
-    at_corner = (corners[:, None] * weights).clamp(least, most)
+    corners = torch.cat([low / weights, high / weights]).sort().values
+    at_corner = (corners[:, None] * weights).clamp(low, high)
     sums = at_corner.sum(dim=1)
     after = (sums < total).sum().clamp(max=len(sums) - 1).view(1)
     before = (after - 1).clamp(min=0)
@@ -48,7 +48,7 @@ def split(
     exact = torch.lerp(at_corner[before], at_corner[after], way.nan_to_num(0.0)[:, None])[0]
 
     whole = exact.floor()
-    remainder = torch.where(whole < most, ((exact - whole) * 1e6).round(), -1.0)
+    remainder = torch.where(whole < high, ((exact - whole) * 1e6).round(), -1.0)
     order = remainder.sort(descending=True, stable=True).indices
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order), device=order.device)

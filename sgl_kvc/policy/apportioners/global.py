@@ -13,8 +13,8 @@ PARAMETERS = {
 }
 CONTINUAL = True
 
-#: Of the mean: what a head's profile counts at least, so that scores of such heads stay ordered.
-_LEAST = 1e-3
+#: Minimum of a head's profile / the mean, so that scores of such heads stay ordered.
+_MIN_WEIGHT = 1e-3
 
 
 def apportion(context: PagesContext, profile_power: float) -> torch.Tensor:
@@ -44,6 +44,6 @@ def _weighted(scores: torch.Tensor, facts: ModelFacts, power: float) -> torch.Te
     if not power or facts.head_profile is None:
         return scores
     profile = facts.head_profile.to(scores)[..., None]
-    weight = (profile / profile.mean()).nan_to_num(1.0).clamp(min=_LEAST) ** power
+    weight = (profile / profile.mean()).nan_to_num(1.0).clamp(min=_MIN_WEIGHT) ** power
     weighted = torch.where(scores > 0, scores * weight, scores / weight).clamp(max=LIFTED)
     return torch.where(scores > LIFTED, scores, weighted)

@@ -15,7 +15,7 @@ PARAMETERS = {
     "norm": {"default": "l2", "choices": ["l2", "l1"]},
     "group": {"default": "sum", "choices": ["sum", "mean"]},
 }
-CONTINUAL = True
+CONTINUAL = "attention"
 
 
 def score(

@@ -23,7 +23,8 @@ def score(
 
     Parameters
     ----------
-    window : last queries that are looked at; their own keys come first
+    window : last queries that are looked at; their own keys come first, up to a quarter of the
+        budget
     pool : width of the pool over neighbouring keys, odd; 1 is none
     pooling : whether a key gets the largest or the mean score around it
     gamma : weight of the variance
@@ -40,4 +41,4 @@ def score(
     variance = (squares - total**2 / own).clamp(min=0) / max(own - 1, 1)
     scores = (total / own + gamma * variance).float().flatten(0, 1)
     scores[:, : n - own] = pool_neighbours(scores[:, : n - own], pool, pooling)
-    return put_last_first(scores.view(heads, -1, n).mean(dim=1), own)
+    return put_last_first(scores.view(heads, -1, n).mean(dim=1), context.forced)

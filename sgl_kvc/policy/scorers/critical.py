@@ -37,7 +37,8 @@ def score(
 
     Parameters
     ----------
-    window : last queries that are looked at; their own keys come first
+    window : last queries that are looked at; their own keys come first, up to a quarter of the
+        budget
     pool : width of the pool over neighbouring keys, odd; 1 is none
     pooling : whether a key gets the largest or the mean attention around it
     first_stage : part of the budget that goes by attention alone
@@ -49,8 +50,8 @@ def score(
     before = attention.shape[1] - own
     attention[:, :before] = pool_neighbours(attention[:, :before], pool, pooling)
     count = min(int(first_stage * context.kept), attention.shape[1])
-    best = put_last_first(attention, own).topk(count, dim=-1).indices
+    best = put_last_first(attention, context.forced).topk(count, dim=-1).indices
     chosen = torch.zeros_like(attention, dtype=torch.bool).scatter_(1, best, True)
-    chosen[:, before:] = True
+    chosen[:, attention.shape[1] - context.forced :] = True
     norm = projected_norm(context.values, context.facts.output_projection[context.layer])
     return put_first((attention + epsilon) * norm, chosen)

@@ -27,38 +27,43 @@ def score(
 
     Parameters
     ----------
-    window : last queries that are looked at; their own keys come first
+    window : last queries that are looked at; their own keys come first, up to a quarter of the
+        budget
     pool : width of the pool over neighbouring keys, odd; 1 is none
     pooling : whether a key gets the largest or the mean attention around it
-    first_stage : the most attended keys come first until they and the window's own hold this
-        share of the attention
+    first_stage : the most attended keys come first until they and those of the window that come
+        first hold this share of the attention
     """
     del window
     own, heads = context.queries.shape[0], context.keys.shape[1]
-    n, before = context.keys.shape[0], context.keys.shape[0] - context.queries.shape[0]
-    worst = torch.zeros(heads, before, device=context.keys.device)
+    n = context.keys.shape[0]
+    before, ranked = n - own, n - context.forced
+    worst = torch.zeros(heads, ranked, device=context.keys.device)
     mean = torch.zeros_like(worst)
     for _, attention in context.causal_attention():
+        attention = attention[..., :ranked]
+        seen = attention.shape[-1]
+        mean[:, :seen] += attention.mean(dim=1).sum(dim=1) / own
+        worst[:, before:seen] = worst[:, before:seen].maximum(attention[..., before:].amax((1, 2)))
         attention = attention[..., :before]
         pooled = pool_neighbours(attention.flatten(0, 2), pool, pooling).view_as(attention)
         mass = attention.sum(dim=-1, keepdim=True)
         pooled = pooled * (mass / pooled.sum(dim=-1, keepdim=True).clamp(min=1e-30))
-        worst = torch.maximum(worst, pooled.amax(dim=(1, 2)))
-        mean += attention.mean(dim=1).sum(dim=1) / own
-    risk = worst.maximum(worst.mean(dim=-1, keepdim=True)) if before else worst
+        worst[:, :before] = worst[:, :before].maximum(pooled.amax(dim=(1, 2)))
+    risk = worst.maximum(worst.mean(dim=-1, keepdim=True)) if ranked else worst
     norm = projected_norm(context.values, context.facts.output_projection[context.layer])
-    share = norm[:, :before] / norm[:, :before].sum(dim=0).clamp(min=1e-30)
+    share = norm[:, :ranked] / norm[:, :ranked].sum(dim=0).clamp(min=1e-30)
     scores = torch.ones(heads, n, device=risk.device)
-    scores[:, :before] = risk * share
+    scores[:, :ranked] = risk * share
     chosen = torch.ones_like(scores, dtype=torch.bool)
-    chosen[:, :before] = _holding(mean, first_stage, context.kept - own)
+    chosen[:, :ranked] = _holding(mean, first_stage, context.kept - context.forced)
     return put_first(scores, chosen)
 
 
-def _holding(mean: torch.Tensor, share: float, most: int) -> torch.Tensor:
-    """The fewest keys of [H, n] that, with those left out, hold `share` of all; at most `most`."""
+def _holding(mean: torch.Tensor, share: float, room: int) -> torch.Tensor:
+    """The fewest keys of [H, n] that, with those left out, hold `share` of all; at most `room`."""
     ranked, order = mean.sort(dim=-1, descending=True, stable=True)
     left_out = 1 - mean.sum(dim=-1, keepdim=True)
     needed = ranked.cumsum(dim=-1) - ranked + left_out < share
-    needed[:, max(0, most) :] = False
+    needed[:, max(0, room) :] = False
     return torch.zeros_like(needed).scatter_(1, order, needed)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from kvc_kernels.score import put_last_first
 
 from sgl_kvc.policy.base import LayerContext
+from sgl_kvc.policy.scorers._recent import put_recent_first
 
 SOURCE = "H2O, arXiv 2306.14048, algorithm 1; KVC-full: KV-Compress, arXiv 2410.00161, eq. 8 and 19"
 PARAMETERS = {
@@ -14,6 +14,7 @@ PARAMETERS = {
     "excluded": {"default": 0, "min": 0, "max": 4096},
     "recent_share": {"default": 0.0, "min": 0.0, "max": 1.0},
 }
+CONTINUAL = "attention"
 
 
 def observe(
@@ -37,14 +38,28 @@ def score(
     ----------
     norm : l2 sums squared attention, l1 attention
     average : divide by the number of queries that count for the key; a sum favours early keys,
-        which more queries see
+        which more queries see. Attention in decode is added undivided
     excluded : a query does not count for the keys less than this many positions before it
     recent_share : share of the budget that the newest keys get, the heavy hitters the rest
     """
-    del norm
+    del norm, recent_share
     scores = context.state
     if average:
         n = scores.shape[1]
         counted = torch.arange(n, 0, -1, device=scores.device) - excluded
         scores = scores / counted.clamp(min=1)
-    return put_last_first(scores, int(recent_share * context.kept))
+    return scores
+
+
+def lift(
+    scores: torch.Tensor,
+    kept: int,
+    behind: int,
+    norm: str,
+    average: bool,
+    excluded: int,
+    recent_share: float,
+) -> None:
+    """The newest keys first, as many as their share of the budget holds."""
+    del norm, average, excluded
+    put_recent_first(scores, int(recent_share * kept) - behind)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch
-from kvc_kernels.score import causal_logits, put_last_first
+from kvc_kernels.score import causal_logits
 
 from sgl_kvc.policy.base import LayerContext
+from sgl_kvc.policy.scorers._recent import put_recent_first
 
 SOURCE = "Keyformer, arXiv 2403.09054, algorithm 1: sum of softmax((x + Gumbel) / temperature)"
 PARAMETERS = {
@@ -47,8 +48,21 @@ def score(
     recent_share : share of the budget that the newest keys get
     seed : of the noise
     """
+    del temperature, recent_share, seed
+    return context.state
+
+
+def lift(
+    scores: torch.Tensor,
+    kept: int,
+    behind: int,
+    temperature: float,
+    recent_share: float,
+    seed: int,
+) -> None:
+    """The newest keys first, as many as their share of the budget holds."""
     del temperature, seed
-    return put_last_first(context.state, int(recent_share * context.kept))
+    put_recent_first(scores, int(recent_share * kept) - behind)
 
 
 def _gumbel(like: torch.Tensor, first: int, layer: int, seed: int) -> torch.Tensor:

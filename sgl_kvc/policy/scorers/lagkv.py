@@ -43,6 +43,6 @@ def _spread(states: torch.Tensor, lag: int, scored: int) -> torch.Tensor:
     """[H, scored, lag]: standard deviation over channels, each channel scaled to the range it
     has in the part after, as a softmax over the part."""
     parts = states[: (scored + 1) * lag].float().unflatten(0, (scored + 1, lag))
-    least, most = parts[1:].amin(dim=1, keepdim=True), parts[1:].amax(dim=1, keepdim=True)
-    scaled = (parts[:-1] - least) / (most - least).clamp(min=1e-12)
+    low, high = parts[1:].amin(dim=1, keepdim=True), parts[1:].amax(dim=1, keepdim=True)
+    scaled = (parts[:-1] - low) / (high - low).clamp(min=1e-12)
     return scaled.std(dim=-1).permute(2, 0, 1).softmax(dim=-1)

@@ -7,6 +7,7 @@ import torch
 from sgl_kvc.policy.base import LayerContext
 
 SOURCE = "StreamingLLM, arXiv 2309.17453, section 3"
+CONTINUAL = "position"
 
 
 def score(context: LayerContext) -> torch.Tensor:
