@@ -7,7 +7,8 @@ import functools
 
 import torch
 
-from kvc_kernels.pages import HeadPages, RowPages, head_pages, row_pages
+from kvc_kernels import pages
+from kvc_kernels.pages import HeadPages, RowPages
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -147,11 +148,23 @@ class Batch:
             raise ValueError(f"{len(self.seq_len)} lengths for {len(self.request)} requests")
 
     @functools.cached_property
+    def runs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`pages.runs`, worked out once."""
+        return pages.runs(self)
+
+    @functools.cached_property
     def head_pages(self) -> list[HeadPages]:
         """What a decode step reads, one entry a layer; worked out once for all layers."""
-        return head_pages(self)
+        return pages.head_pages(self)
+
+    def tracked_pages(self, tracked: torch.Tensor) -> list[torch.Tensor]:
+        """`pages.tracked_pages`, worked out once for all layers that ask with the same tensor."""
+        known = self.__dict__.get("_tracked")
+        if known is None or known[0] is not tracked:
+            known = self.__dict__["_tracked"] = tracked, pages.tracked_pages(self, tracked)
+        return known[1]
 
     @functools.cached_property
     def row_pages(self) -> list[RowPages]:
         """What each of `rows` reads in a prefill; worked out once for all layers."""
-        return row_pages(self)
+        return pages.row_pages(self)

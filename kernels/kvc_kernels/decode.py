@@ -46,31 +46,31 @@ def decode(
 
         return gpu.decode(query, batch, layer, scale, metric=metric, tracked=tracked)
     cache, pages = batch.cache, batch.head_pages[layer]
-    grouped = query.unflatten(1, (cache.heads, -1)).flatten(0, 1).float()
-    owners, group = grouped.shape[:2]
+    requests, query_heads, dim = query.shape
+    owners, group = requests * cache.heads, query_heads // cache.heads
+    grouped = query.reshape(owners, group, dim).float()
     keys = cache.flat_k.index_select(0, pages.page).float()
-    logits = torch.bmm(grouped[pages.owner], keys.mT) * scale
-    del keys  # its memory is warm for the values
-    offset = torch.arange(cache.page_size, dtype=pages.length.dtype, device=query.device)
-    absent = offset >= pages.length[:, None]
-    logits.masked_fill_(absent[:, None], float("-inf"))
+    logits = torch.bmm(grouped.index_select(0, pages.owner), keys.mT) * scale
+    del keys  # its memory is still in the processor's cache, for the values
+    logits.masked_fill_(pages.absent[:, None], float("-inf"))
 
     by_owner = pages.owner[:, None].expand(-1, group)
     largest = logits.new_full((owners, group), float("-inf"))
     largest.scatter_reduce_(0, by_owner, logits.amax(-1), "amax")
-    weights = logits.sub_(largest[pages.owner][..., None]).exp_()
+    weights = logits.sub_(largest.index_select(0, pages.owner)[..., None]).exp_()
     total = logits.new_zeros(owners, group).index_add_(0, pages.owner, weights.sum(-1))
     out = logits.new_zeros(owners, group, cache.flat_v.shape[-1])
     values = cache.flat_v.index_select(0, pages.page).float()
     out.index_add_(0, pages.owner, torch.bmm(weights, values))
     if metric is not None:
-        owner_tracked = tracked[batch.request].repeat_interleave(cache.heads)
-        mine = (owner_tracked[pages.owner] & ~pages.shared).nonzero().squeeze(1)
-        attention = weights[mine] / total[pages.owner[mine]][..., None]
-        metric.flatten(0, 2).index_add_(0, pages.page[mine], attention.square_().sum(1))
+        mine = batch.tracked_pages(tracked)[layer]
+        page, owner = (each.index_select(0, mine) for each in (pages.page, pages.owner))
+        attention = weights.index_select(0, mine).div_(total.index_select(0, owner)[..., None])
+        metric.flatten(0, 2).index_add_(0, page, attention.square_().sum(1))
     out /= total.clamp(min=torch.finfo(torch.float32).tiny)[..., None]
-    out = out.view(*query.shape[:2], out.shape[-1]).to(query.dtype)
-    return out, (largest + total.log()).view(query.shape[:2])
+    lse = largest + total.log()
+    shape = requests, query_heads
+    return out.view(*shape, out.shape[-1]).to(query.dtype), lse.view(shape)
 
 
 def decode_reference(
@@ -106,5 +106,6 @@ def decode_reference(
 def check_query(query: torch.Tensor, batch: Batch) -> None:
     """Raise ValueError unless `query` [n, H*G, D] is dense and fits the batch's cache."""
     heads, dim = batch.cache.heads, batch.cache.arena_k.shape[-1]
-    if query.shape[1] % heads or query.shape[2] != dim or not query[:1].is_contiguous():
+    dense = query.is_contiguous() or query[:1].is_contiguous()
+    if query.shape[1] % heads or query.shape[2] != dim or not dense:
         raise ValueError(f"query {tuple(query.shape)} does not fit {heads} KV heads of {dim}")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -20,21 +19,12 @@ class HeadPages:
     ----------
     page : int64 [N], page id in the arena's flat view [num_blocks * L * H, P, D].
     owner : int64 [N], ``request_in_batch * H + head``, ascending.
-    length : int32 [N], KVs in the page, 1 to P.
-    count : int32 [B * H], pages of every owner.
-    run : int64 [N]; its remainder by 3 is the span that the page is in, 2 for the tail.
+    absent : bool [N, P], places of the page without a KV; the last ones.
     """
 
     page: torch.Tensor
     owner: torch.Tensor
-    length: torch.Tensor
-    count: torch.Tensor
-    run: torch.Tensor
-
-    @functools.cached_property
-    def shared(self) -> torch.Tensor:
-        """bool [N], whether the page is in its request's shared span."""
-        return self.run % 3 == 0
+    absent: torch.Tensor
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -73,10 +63,11 @@ def span_pages(
     page : int64, page ids in the arena's flat view [num_blocks * L * H, P, D].
     """
     per_block, page_size = cache.layers * cache.heads, cache.page_size
-    place = first + nth * stride
+    place = torch.addcmul(first, nth, stride)
     in_run = place // per_block
-    slot = cache.req_to_token.take(begin + in_run * page_size)
-    return (slot // page_size).long() * per_block + (place - in_run * per_block)
+    slot = cache.req_to_token.take(torch.add(begin, in_run, alpha=page_size))
+    # block * per_block + place % per_block, in fewer steps
+    return torch.add(place, (slot // page_size - in_run).long(), alpha=per_block)
 
 
 def page_ids(
@@ -109,6 +100,26 @@ def page_ids(
     return span_pages(cache, begin, first, stride, nth.clamp(min=0))
 
 
+def runs(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """What a decode step reads, counted.
+
+    Returns
+    -------
+    begin : int32 [B, 3], as in `Spans`.
+    in_tail : int32 [B], KVs in the tail.
+    count : int32 [L, B, H, 3], pages of every head in the two spans and the tail.
+    """
+    cache, spans, request = batch.cache, batch.cache.spans, batch.request.long()
+    layers, heads, page_size = cache.layers, cache.heads, cache.page_size
+    begin = spans.begin.index_select(0, request)
+    in_tail = batch.seq_len.int() - begin[:, 2]
+    count = begin.new_empty(layers, len(request), heads, 3)
+    by_head = spans.count.index_select(0, request).view(-1, 2, layers, heads)
+    count[..., :2] = by_head.permute(2, 0, 3, 1)
+    count[..., 2] = ((in_tail + (page_size - 1)) // page_size)[:, None]
+    return begin, in_tail, count
+
+
 def head_pages(batch: Batch) -> list[HeadPages]:
     """The head pages of every request and head, in order, one entry a layer.
 
@@ -117,51 +128,57 @@ def head_pages(batch: Batch) -> list[HeadPages]:
     """
     cache, spans = batch.cache, batch.cache.spans
     layers, heads, page_size = cache.layers, cache.heads, cache.page_size
-    request = batch.request.long()
-    begin = spans.begin[request]
-    in_tail = batch.seq_len.int() - begin[:, 2]
-    tail_pages = (in_tail + (page_size - 1)) // page_size
-
-    count, first, stride = begin.new_empty(3, layers, len(request), heads, 3)
-    for runs, table in ((count, spans.count), (first, spans.first)):
-        by_head = table[request].unflatten(2, (layers, heads))
-        runs[..., :2] = by_head.permute(2, 0, 3, 1)
-    count[..., 2] = tail_pages[:, None]
-    first[..., 2] = torch.arange(layers * heads, device=first.device).view(layers, 1, heads)
-    stride[..., :2] = spans.stride[request][:, None]
+    request, owners = batch.request.long(), len(batch.request) * heads
+    begin, in_tail, count = batch.runs
+    runs = count.shape
+    first, stride = count.new_empty(2, *runs)
+    by_head = spans.first.index_select(0, request).view(-1, 2, layers, heads)
+    first[..., :2] = by_head.permute(2, 0, 3, 1)
+    first[..., 2] = torch.arange(layers * heads, device=count.device).view(layers, 1, heads)
+    stride[..., :2] = spans.stride.index_select(0, request)[:, None]
     stride[..., 2] = layers * heads
-    start = (begin + request[:, None] * cache.req_to_token.shape[1])[:, None].expand(count.shape)
-    end = count.flatten().cumsum(0).view(count.shape)
+    start = torch.add(begin, request[:, None], alpha=cache.req_to_token.shape[1])
+    start, tail_pages = start[:, None].expand(runs).flatten(), count[..., 2]
+    count, first, stride = count.view(-1), first.view(-1), stride.view(-1)
+    end = count.cumsum(0, dtype=torch.int32)
     # So that pages may be counted from 0 over all runs.
-    first -= (end - count) * stride
+    first.addcmul_(end - count, stride, value=-1)
 
-    each = torch.arange(count.numel(), device=count.device)
-    run = torch.repeat_interleave(each, count.flatten())
+    run = torch.repeat_interleave(count)
     page = span_pages(
         cache,
-        start.flatten().index_select(0, run),
-        first.flatten().index_select(0, run),
-        stride.flatten().index_select(0, run),
+        start.index_select(0, run),
+        first.index_select(0, run),
+        stride.index_select(0, run),
         torch.arange(len(run), dtype=torch.int32, device=run.device),
     )
-    owner = (each // 3 % (len(request) * heads)).index_select(0, run)
+    owner = torch.arange(owners, device=run.device)[:, None].expand(layers, owners, 3)
+    owner = owner.flatten().index_select(0, run)
     # All pages are full but a tail's last; without a tail nothing is added anywhere.
     length = begin.new_full((len(run) + 1,), page_size)
-    lacking = (in_tail - tail_pages * page_size)[:, None].expand(count.shape[:3])
-    length.index_add_(0, end[..., 2].flatten(), lacking.flatten())
+    lacking = torch.sub(in_tail[:, None], tail_pages, alpha=page_size)
+    length.index_add_(0, end[2::3], lacking.flatten())
+    absent = torch.arange(page_size, dtype=torch.int32, device=run.device) >= length[1:, None]
 
-    by_layer = count.sum(-1, dtype=torch.int32).flatten(1)
-    sizes = by_layer.sum(1).tolist()
-    return list(
-        map(
-            HeadPages,
-            page.split(sizes),
-            owner.split(sizes),
-            length[1:].split(sizes),
-            by_layer.unbind(),
-            run.split(sizes),
-        )
-    )
+    sizes = count.view(layers, -1).sum(1).tolist()
+    columns = (column.split(sizes) for column in (page, owner, absent))
+    return [HeadPages(*of_layer) for of_layer in zip(*columns, strict=True)]
+
+
+def tracked_pages(batch: Batch, tracked: torch.Tensor) -> list[torch.Tensor]:
+    """Which head pages belong to requests that are `tracked` (bool [rows]); none of shared spans.
+
+    Returns
+    -------
+    chosen : of every layer int64 [M], indices into its `HeadPages`.
+    """
+    _, _, count = batch.runs
+    of_request = tracked.index_select(0, batch.request.long())
+    of_run = of_request[:, None, None].repeat(count.shape[0], 1, count.shape[2], 3)
+    of_run[..., 0] = False
+    chosen = torch.repeat_interleave(of_run.view(-1), count.view(-1))
+    sizes = [len(pages.page) for pages in batch.head_pages]
+    return [of_layer.nonzero().squeeze(1) for of_layer in chosen.split(sizes)]
 
 
 def row_pages(batch: Batch) -> list[RowPages]:

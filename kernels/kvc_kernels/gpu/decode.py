@@ -1,4 +1,4 @@
-"""Attention of one query per request over its segment and tail (split-KV, device lengths).
+"""Attention of one query per request over all that it holds (split-KV, device lengths).
 
 Every (request, KV head) is a row of work with a length of its own, cut into splits that run side
 by side and are merged by their log-sum-exp (Flash-Decoding; arXiv 2410.00161, section 4).
@@ -10,7 +10,9 @@ import torch
 import triton
 import triton.language as tl
 
-from kvc_kernels.gpu.layout import INTERPRETED, Cache, head_extent, head_page
+from kvc_kernels.cache import Batch, KVCache
+from kvc_kernels.gpu.attend import attend, load_rows, nothing
+from kvc_kernels.gpu.layout import INTERPRETED, head_kv, head_spans, held_kvs, tables
 
 #: Keys of a tile at a time, by the head dim it is padded to.
 _TILE = {16: 128, 32: 128, 64: 128, 128: 64, 256: 32}
@@ -19,17 +21,9 @@ _PROGRAMS_PER_PROCESSOR, _MOST_SPLITS = 4, 64
 
 
 @triton.jit
-def _load_rows(base, row, column, valid, WIDTH: tl.constexpr, WIDTH_PAD: tl.constexpr):
-    pointers = base + row[:, None] * WIDTH + column[None, :]
-    if WIDTH == WIDTH_PAD:
-        return tl.load(pointers, mask=valid[:, None], other=0.0)
-    return tl.load(pointers, mask=valid[:, None] & (column < WIDTH)[None, :], other=0.0)
-
-
-@triton.jit
 def _decode(
     query, arena_k, arena_v,
-    req_to_token, segment_begin, tail_begin, page_start, request, seq_len,
+    req_to_token, begin, first, count, stride, request, seq_len,
     out, lse,
     scale, layer, context, query_stride,
     HEADS: tl.constexpr, PER_BLOCK: tl.constexpr, P: tl.constexpr,
@@ -41,11 +35,8 @@ def _decode(
     owner, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     batch, head = owner // HEADS, owner % HEADS
     row = tl.load(request + batch).to(tl.int64)
-    layer_head = layer * HEADS + head
-    begin, end, first, pages = head_extent(
-        segment_begin, tail_begin, page_start, row, layer_head, PER_BLOCK
-    )
-    held = (pages * P + tl.load(seq_len + batch) - end).to(tl.int32)
+    spans = head_spans(begin, first, count, stride, row, layer * HEADS + head, PER_BLOCK)
+    held = held_kvs(spans, tl.load(seq_len + batch), P)
     share = tl.cdiv(tl.cdiv(held, TILE), splits) * TILE
     low = split * share
     high = tl.minimum(low + share, held)
@@ -54,34 +45,21 @@ def _decode(
         tl.arange(0, GROUP_PAD), tl.arange(0, D_PAD), tl.arange(0, DV_PAD)
     )  # fmt: skip
     mine = member < GROUP
-    q = _load_rows(
+    q = load_rows(
         query + batch.to(tl.int64) * query_stride + head * GROUP * D, member, column, mine, D, D_PAD
     )
     q = q.to(tl.float32) if UPCAST else q
-    largest = tl.full([GROUP_PAD], float("-inf"), tl.float32)
-    total = tl.zeros([GROUP_PAD], tl.float32)
-    result = tl.zeros([GROUP_PAD, DV_PAD], tl.float32)
+    state = nothing(GROUP_PAD, DV_PAD)
     log2_scale = scale * 1.4426950408889634
     for at in range(low, high, TILE):
         token = at + tl.arange(0, TILE)
         valid = token < high
-        page = head_page(
-            req_to_token + row * context, token, valid, begin, end, first, pages, layer_head,
-            PER_BLOCK, P,
+        place = head_kv(req_to_token + row * context, token, valid, spans, PER_BLOCK, P)
+        state = attend(
+            q, arena_k, arena_v, place, valid, valid[None, :], log2_scale, state,
+            D, D_PAD, DV, DV_PAD,
         )  # fmt: skip
-        place = page * P + token % P
-        keys = _load_rows(arena_k, place, column, valid, D, D_PAD).to(q.dtype)
-        logits = tl.dot(q, tl.trans(keys), input_precision="ieee") * log2_scale
-        logits = tl.where(valid[None, :], logits, float("-inf"))
-        new_largest = tl.maximum(largest, tl.max(logits, 1))
-        shrink = tl.exp2(largest - new_largest)
-        weights = tl.exp2(logits - new_largest[:, None])
-        total = total * shrink + tl.sum(weights, 1)
-        values = _load_rows(arena_v, place, value_column, valid, DV, DV_PAD).to(q.dtype)
-        result = result * shrink[:, None] + tl.dot(
-            weights.to(q.dtype), values, input_precision="ieee"
-        )
-        largest = new_largest
+    largest, total, result = state
     some = high > low
     result = tl.where(some, result / tl.where(total > 0, total, 1.0)[:, None], 0.0)
     natural = tl.where(some, (largest + tl.log2(total)) * 0.6931471805599453, float("-inf"))
@@ -120,29 +98,26 @@ def _merge(
 
 @triton.jit
 def _accumulate(
-    query, arena_k, lse, metric, counted,
-    req_to_token, segment_begin, tail_begin, page_start, request, seq_len,
+    query, arena_k, lse, metric, tracked,
+    req_to_token, begin, first, count, stride, request, seq_len,
     scale, layer, context, query_stride,
     HEADS: tl.constexpr, PER_BLOCK: tl.constexpr, P: tl.constexpr,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     TILE: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Squared attention of one split of one head, added to the metric of its KVs."""
+    """Squared attention of one split of one head, added to the metric of its own span and tail."""
     owner, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     batch, head = owner // HEADS, owner % HEADS
     row = tl.load(request + batch).to(tl.int64)
-    if tl.load(counted + row) != 0:
-        layer_head = layer * HEADS + head
-        begin, end, first, pages = head_extent(
-            segment_begin, tail_begin, page_start, row, layer_head, PER_BLOCK
-        )
-        held = (pages * P + tl.load(seq_len + batch) - end).to(tl.int32)
-        share = tl.cdiv(tl.cdiv(held, TILE), splits) * TILE
-        low = split * share
+    if tl.load(tracked + row) != 0:
+        spans = head_spans(begin, first, count, stride, row, layer * HEADS + head, PER_BLOCK)
+        held, shared = held_kvs(spans, tl.load(seq_len + batch), P), spans[0] * P
+        share = tl.cdiv(tl.cdiv(held - shared, TILE), splits) * TILE
+        low = shared + split * share
         high = tl.minimum(low + share, held)
         member, column = tl.arange(0, GROUP_PAD), tl.arange(0, D_PAD)
         mine = member < GROUP
-        q = _load_rows(
+        q = load_rows(
             query + batch.to(tl.int64) * query_stride + head * GROUP * D,
             member, column, mine, D, D_PAD,
         )  # fmt: skip
@@ -152,20 +127,16 @@ def _accumulate(
         for at in range(low, high, TILE):
             token = at + tl.arange(0, TILE)
             valid = token < high
-            page = head_page(
-                req_to_token + row * context, token, valid, begin, end, first, pages, layer_head,
-                PER_BLOCK, P,
-            )  # fmt: skip
-            place = page * P + token % P
-            keys = _load_rows(arena_k, place, column, valid, D, D_PAD).to(q.dtype)
+            place = head_kv(req_to_token + row * context, token, valid, spans, PER_BLOCK, P)
+            keys = load_rows(arena_k, place, column, valid, D, D_PAD).to(q.dtype)
             logits = tl.dot(q, tl.trans(keys), input_precision="ieee") * scale
             attention = tl.where(mine[:, None], tl.exp(logits - natural[:, None]), 0.0)
-            # No other program holds these pages: a counted request shares none.
+            # No other program has these pages: nobody else holds a tracked request's own ones.
             before = tl.load(metric + place, mask=valid, other=0.0)
             tl.store(metric + place, before + tl.sum(attention * attention, 0), mask=valid)
 
 
-def splits_for(requests: int, cache: Cache) -> int:
+def splits_for(requests: int, cache: KVCache) -> int:
     """Splits that fill the GPU whatever the lengths are, so that a CUDA graph can hold them."""
     rows = max(1, requests * cache.heads)
     if not cache.arena_k.is_cuda:
@@ -177,40 +148,25 @@ def splits_for(requests: int, cache: Cache) -> int:
 
 def decode(
     query: torch.Tensor,
-    cache: Cache,
+    batch: Batch,
     layer: int,
-    request: torch.Tensor,
-    seq_len: torch.Tensor,
     scale: float,
     *,
     metric: torch.Tensor | None = None,
-    counted: torch.Tensor | None = None,
+    tracked: torch.Tensor | None = None,
     splits: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of one layer for a decode step.
+    """`kvc_kernels.decode.decode`, which has checked its arguments.
+
+    Waits for nothing and reads only device memory, so it can be captured in a CUDA graph.
 
     Parameters
     ----------
-    query : [B, H*G, D], dense but for its first stride.
-    layer : of the arena.
-    request : integer [B], rows of the request tables.
-    seq_len : integer [B], KVs a request has had so far, kept or not, this token's included.
-    scale : factor on the logits.
-    metric : float32 [num_blocks, L, H, P]; squared attention, summed over the query group, is
-        added to the KVs of requests that are `counted` (arXiv 2410.00161, eq. 20).
-    counted : bool [rows], by request row.
     splits : programs a head's KVs are shared among; None is `splits_for`.
-
-    Returns
-    -------
-    out : [B, H*G, Dv] in the query's dtype; zero for a request without KVs.
-    lse : float32 [B, H*G], natural; -inf without KVs.
     """
-    requests, query_heads, dim = query.shape
+    cache, (requests, query_heads, dim) = batch.cache, query.shape
     heads, value_dim = cache.heads, cache.arena_v.shape[-1]
-    group, rest = divmod(query_heads, heads)
-    if rest or dim != cache.arena_k.shape[-1] or not query[:1].is_contiguous():
-        raise ValueError(f"query {tuple(query.shape)} does not fit {heads} KV heads of {dim}")
+    group = query_heads // heads
     splits = splits or splits_for(requests, cache)
     out = query.new_empty(requests, query_heads, value_dim)
     lse = torch.empty(requests, query_heads, dtype=torch.float32, device=query.device)
@@ -220,22 +176,18 @@ def decode(
         part_lse = lse.new_empty(splits, *lse.shape)
     if not requests:
         return out, lse
-    pad = triton.next_power_of_2(dim)
-    tables = (
-        cache.req_to_token, cache.segment_begin, cache.tail_begin, cache.page_start,
-        request, seq_len,
-    )  # fmt: skip
+    pad = max(16, triton.next_power_of_2(dim))
     numbers = (scale, layer, cache.req_to_token.shape[1], query.stride(0))
     shape = {
         "HEADS": heads, "PER_BLOCK": cache.layers * heads, "P": cache.page_size,
         "GROUP": group, "GROUP_PAD": max(16, triton.next_power_of_2(group)),
-        "D": dim, "D_PAD": max(16, pad), "TILE": _TILE[max(16, pad)], "UPCAST": INTERPRETED,
+        "D": dim, "D_PAD": pad, "TILE": _TILE[pad], "UPCAST": INTERPRETED,
     }  # fmt: skip
     values = {"DV": value_dim, "DV_PAD": max(16, triton.next_power_of_2(value_dim))}
     grid = (requests * heads, splits)
     _decode[grid](
-        query, cache.arena_k, cache.arena_v, *tables, part, part_lse, *numbers, **shape, **values,
-        num_warps=4, num_stages=3,
+        query, cache.arena_k, cache.arena_v, *tables(batch), part, part_lse, *numbers,
+        **shape, **values, num_warps=4, num_stages=3,
     )  # fmt: skip
     if splits > 1:
         lines = requests * query_heads
@@ -245,6 +197,7 @@ def decode(
         )  # fmt: skip
     if metric is not None:
         _accumulate[grid](
-            query, cache.arena_k, lse, metric, counted, *tables, *numbers, **shape, num_warps=4,
+            query, cache.arena_k, lse, metric, tracked, *tables(batch), *numbers,
+            **shape, num_warps=4,
         )  # fmt: skip
     return out, lse

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import torch
 
-from kvc_kernels.gpu.layout import Cache
+from kvc_kernels.cache import Batch, KVCache
 from kvc_kernels.gpu.tables import block_table
 
 _EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -32,7 +32,7 @@ def supported(
 
     Parameters
     ----------
-    backend : "fa2", "xqa" or "trtllm", as `DecodePlan` takes them.
+    backend : "fa2", "xqa" or "trtllm", as `PagedDecode` takes them.
     capability : compute capability of the GPU, ``(9, 0)``.
     dtype : type of the cache; queries have 16 bits.
     group : query heads per KV head.
@@ -65,7 +65,7 @@ def supported(
     return f"FlashInfer's {backend} needs {' and '.join(missing)}" if missing else None
 
 
-class DecodePlan:
+class PagedDecode:
     """Decode steps of a fixed number of requests; make one per batch size and keep it.
 
     Holds a table of ``B * H * max_pages`` int32, and with "fa2" 8 MiB of FlashInfer's beside it.
@@ -82,7 +82,7 @@ class DecodePlan:
         the package flashinfer-cubin is installed. An fp8 cache needs an fp8 query: it is cast.
 
     CUDA graphs: call `plan` and `run` once before the capture (something is compiled or
-    allocated), then capture `run` of every layer. ``request`` and ``seq_len`` are read at replay
+    allocated), then capture `run` of every layer. The batch's tensors are read at replay
     and have to be the graph's own buffers. "xqa" and "trtllm" need nothing else; for "fa2"
     call `plan` before every replay, on the same stream: it writes to buffers that the graph reads.
     FlashInfer stages that write in one pinned buffer, so plan a step only when the one before
@@ -110,7 +110,7 @@ class DecodePlan:
     def __init__(
         self,
         backend: str,
-        cache: Cache,
+        cache: KVCache,
         batch: int,
         query_heads: int,
         dtype: torch.dtype,
@@ -142,26 +142,23 @@ class DecodePlan:
                 raise ValueError("fa2 counts tokens in 32 bits: batch * heads * max_pages * P")
             self._make_wrapper()
 
-    def plan(
-        self, request: torch.Tensor, seq_len: torch.Tensor, pages: list[int] | None = None
-    ) -> None:
+    def plan(self, batch: Batch, pages: list[int] | None = None) -> None:
         """Say what the next `run` of every layer is about; waits for nothing on the device.
 
         Parameters
         ----------
-        request, seq_len : integer [B], kept and read by `run`.
+        batch : of the cache given at first; kept, and its tensors read by `run`.
         pages : per request, the most pages that any of its heads holds in any layer;
             ``ceil(seq_len / P)`` always is, and the tighter they are the better work is shared
             out. Only "fa2" reads them. A bound too low loses KVs without a word.
         """
-        self._request, self._seq_len = request, seq_len
+        self._batch = batch
         if self.backend == "fa2":
             self._plan_work(pages)
 
     def run(self, layer: int, query: torch.Tensor) -> torch.Tensor:
         """Attention of `query` [B, H*G, D] over what each head holds in `layer`: [B, H*G, D]."""
-        out = (self._table, self._length)
-        block_table(self._cache, layer, self._request, self._seq_len, self._max_pages, out)
+        block_table(self._batch, layer, self._max_pages, (self._table, self._length))
         rows = query.reshape(self._rows, self._group, -1).contiguous()
         run = self._run_fa2 if self.backend == "fa2" else self._run_from_table
         return run(rows).view(query.shape)

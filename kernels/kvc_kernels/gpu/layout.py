@@ -1,87 +1,86 @@
-"""Where a head's KVs lie, for kernels: the addressing rule of segment and tail (`pages.py`)."""
+"""Where a head's KVs lie, for kernels: the addressing rule of `kvc_kernels.pages` in Triton."""
 
 from __future__ import annotations
-
-import dataclasses
 
 import torch
 import triton
 import triton.language as tl
 
+from kvc_kernels.cache import Batch
+
 #: The interpreter computes `tl.dot` of bfloat16 wrongly, without a word; kernels upcast there.
 INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 
-@dataclasses.dataclass(frozen=True)
-class Cache:
-    """Everything that says where KVs are; the engine's own tensors, read by request row.
+def tables(batch: Batch) -> tuple[torch.Tensor, ...]:
+    """What kernels take: req_to_token, begin, first, count, stride, request, seq_len."""
+    spans = batch.cache.spans
+    return (
+        batch.cache.req_to_token, spans.begin, spans.first, spans.count, spans.stride,
+        batch.request, batch.seq_len,
+    )  # fmt: skip
 
-    Attributes
-    ----------
-    arena_k, arena_v : [num_blocks, L, H, P, D] and [num_blocks, L, H, P, Dv], contiguous.
-    req_to_token : int32 [rows, max_context], the slot of every position of every request.
-    segment_begin, tail_begin : int64 [rows], the F and S of the addressing rule.
-    page_start : int64 [rows, L*H + 1], first page of each head within the segment.
+
+@triton.jit
+def head_spans(begin, first, count, stride, row, layer_head, PER_BLOCK: tl.constexpr):
+    """Where one head of one request (`row`, int64) has its KVs, for `head_page`: int32 each.
+
+    Returns
+    -------
+    shared, packed : pages before the own span, and before the tail.
+    places : of the shared span, the own one and the tail, where the head's page 0 would lie were
+        its pages counted over all spans.
+    strides, begins : likewise, as in `kvc_kernels.cache.Spans`.
     """
-
-    arena_k: torch.Tensor
-    arena_v: torch.Tensor
-    req_to_token: torch.Tensor
-    segment_begin: torch.Tensor
-    tail_begin: torch.Tensor
-    page_start: torch.Tensor
-
-    def __post_init__(self):
-        for name in ("arena_k", "arena_v", "req_to_token", "page_start"):
-            tensor = getattr(self, name)
-            if not tensor.is_contiguous():
-                raise ValueError(f"{name} is not contiguous")
-        if self.arena_k.shape[:-1] != self.arena_v.shape[:-1]:
-            raise ValueError("arena_k and arena_v differ in blocks, layers, heads or page size")
-
-    @property
-    def layers(self) -> int:
-        return self.arena_k.shape[1]
-
-    @property
-    def heads(self) -> int:
-        return self.arena_k.shape[2]
-
-    @property
-    def page_size(self) -> int:
-        return self.arena_k.shape[3]
+    of_span, of_head = row * 2, row * 2 * PER_BLOCK + layer_head
+    shared = tl.load(count + of_head)
+    packed = shared + tl.load(count + of_head + PER_BLOCK)
+    shared_stride, own_stride = tl.load(stride + of_span), tl.load(stride + of_span + 1)
+    own_place = tl.load(first + of_head + PER_BLOCK) - shared * own_stride
+    places = tl.load(first + of_head), own_place, layer_head - packed * PER_BLOCK
+    strides = shared_stride, own_stride
+    begins = tl.load(begin + row * 3), tl.load(begin + row * 3 + 1), tl.load(begin + row * 3 + 2)
+    return shared, packed, places, strides, begins
 
 
 @triton.jit
-def head_extent(
-    segment_begin, tail_begin, page_start, request, layer_head, PER_BLOCK: tl.constexpr
-):
-    """Of one head of one request: F, S, its first page in the segment, and its pages there."""
-    starts = page_start + request * (PER_BLOCK + 1) + layer_head
-    first = tl.load(starts)
-    pages = tl.load(starts + 1) - first
-    return tl.load(segment_begin + request), tl.load(tail_begin + request), first, pages
+def held_kvs(spans, length, P: tl.constexpr):
+    """KVs of a head, int32: `spans` from `head_spans`, of a request of so many tokens."""
+    _, packed, _, _, begins = spans
+    return packed * P + length.to(tl.int32) - begins[2]
 
 
 @triton.jit
-def head_page(
-    row, token, valid, begin, end, first, pages, layer_head,
-    PER_BLOCK: tl.constexpr, P: tl.constexpr,
-):  # fmt: skip
-    """The flat page ([num_blocks * L * H, P, D]) of a head's tokens; offset is ``token % P``.
+def _quotient(number, divisor: tl.constexpr):
+    """``number // divisor`` of int32 that are not negative: signed division takes more steps."""
+    return (number.to(tl.uint32) // divisor).to(tl.int32)
 
-    Tokens count what the head holds: its segment, all pages full, then the tail.
+
+@triton.jit
+def head_page(row, nth, valid, spans, PER_BLOCK: tl.constexpr, P: tl.constexpr):
+    """The flat page ([num_blocks * L * H, P, D]) that is a head's nth; int64.
+
+    Pages count over what the head holds: its shared span, its own span, then the tail.
 
     Parameters
     ----------
     row : pointer to the request's row of `req_to_token`.
-    token, valid : which tokens; where not valid nothing is read and the page is of block 0.
-    begin, end, first, pages : what `head_extent` returned.
+    nth, valid : which pages, int32; where not valid nothing is read and the result is of no use.
+    spans : what `head_spans` returned.
     """
-    nth = token // P
-    in_tail = nth >= pages
-    run = first + nth
-    position = tl.where(in_tail, end + (nth - pages) * P, begin + run // PER_BLOCK * P)
-    index = tl.where(in_tail, layer_head, run % PER_BLOCK)
-    block = tl.load(row + position, mask=valid, other=0) // P
-    return block.to(tl.int64) * PER_BLOCK + index
+    shared, packed, places, strides, begins = spans
+    in_own, in_tail = nth >= shared, nth >= packed
+    place = tl.where(in_tail, places[2], tl.where(in_own, places[1], places[0]))
+    place += nth * tl.where(in_tail, PER_BLOCK, tl.where(in_own, strides[1], strides[0]))
+    begin = tl.where(in_tail, begins[2], tl.where(in_own, begins[1], begins[0]))
+    in_run = _quotient(place, PER_BLOCK)
+    slot = tl.load(row + begin + in_run * P, mask=valid, other=0)
+    # block * PER_BLOCK + place % PER_BLOCK
+    return (_quotient(slot, P) - in_run).to(tl.int64) * PER_BLOCK + place
+
+
+@triton.jit
+def head_kv(row, token, valid, spans, PER_BLOCK: tl.constexpr, P: tl.constexpr):
+    """Where a head's tokens are in the flat view [num_blocks * L * H * P, D]; cf. `head_page`."""
+    nth = _quotient(token, P)
+    return head_page(row, nth, valid, spans, PER_BLOCK, P) * P + (token - nth * P)

@@ -11,7 +11,8 @@ import torch
 import triton
 import triton.language as tl
 
-from kvc_kernels.gpu.layout import Cache, head_extent, head_page
+from kvc_kernels.cache import Batch
+from kvc_kernels.gpu.layout import head_page, head_spans, held_kvs, tables
 
 #: Table entries of a program.
 _BLOCK = 256
@@ -19,37 +20,29 @@ _BLOCK = 256
 
 @triton.jit(do_not_specialize=["layer", "max_pages"])
 def _block_table(
-    req_to_token, segment_begin, tail_begin, page_start, request, seq_len, table, length,
+    req_to_token, begin, first, count, stride, request, seq_len, table, length,
     layer, context, max_pages,
     H: tl.constexpr, PER_BLOCK: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program a row and BLOCK entries of it; programs behind the row's end do nothing."""
     owner, low = tl.program_id(0), tl.program_id(1) * BLOCK
     row = tl.load(request + owner // H).to(tl.int64)
-    layer_head = layer * H + owner % H
-    begin, end, first, pages = head_extent(
-        segment_begin, tail_begin, page_start, row, layer_head, PER_BLOCK
-    )
-    held = (pages * P + tl.load(seq_len + owner // H) - end).to(tl.int32)
-    count = tl.cdiv(held, P)
-    tl.device_assert(count <= max_pages, "max_pages is not an upper bound")  # TRITON_DEBUG=1
+    spans = head_spans(begin, first, count, stride, row, layer * H + owner % H, PER_BLOCK)
+    held = held_kvs(spans, tl.load(seq_len + owner // H), P)
+    pages = tl.cdiv(held, P)
+    tl.device_assert(pages <= max_pages, "max_pages is not an upper bound")  # TRITON_DEBUG=1
     if low == 0:
         tl.store(length + owner, held)
-    if low < count:
+    if low < pages:
         nth = low + tl.arange(0, BLOCK)
-        valid = nth < tl.minimum(count, max_pages)
-        page = head_page(
-            req_to_token + row * context, nth * P, valid,
-            begin, end, first, pages, layer_head, PER_BLOCK, P,
-        )  # fmt: skip
+        valid = nth < tl.minimum(pages, max_pages)
+        page = head_page(req_to_token + row * context, nth, valid, spans, PER_BLOCK, P)
         tl.store(table + owner.to(tl.int64) * max_pages + nth, page.to(tl.int32), mask=valid)
 
 
 def block_table(
-    cache: Cache,
+    batch: Batch,
     layer: int,
-    request: torch.Tensor,
-    seq_len: torch.Tensor,
     max_pages: int,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -59,28 +52,26 @@ def block_table(
 
     Parameters
     ----------
-    request, seq_len : integer [B], rows of `cache` and KVs each request has had so far.
     max_pages : at least as many as any head holds. ``ceil(seq_len / P)`` of the longest request
-        always is, compressed or not: segment pages are full and hold kept positions only.
+        always is, compressed or not: pages of spans are full and hold kept positions only.
     out : `table` and `length` to write to; entries of `table` behind a row's pages are left as
         they are, so it must have held page ids (or zeros) all along.
 
     Returns
     -------
     table : int32 [B * H, max_pages], page ids in the arena's flat view [num_blocks * L * H, P, D];
-        row ``b * H + h`` is head ``h`` of ``request[b]``. New tables are zero behind the pages.
+        row ``b * H + h`` is head ``h`` of request ``b``. New tables are zero behind the pages.
     length : int32 [B * H], KVs of every row.
     """
-    per_block, owners = cache.layers * cache.heads, len(request) * cache.heads
-    if len(seq_len) != len(request):
-        raise ValueError(f"{len(seq_len)} lengths for {len(request)} requests")
+    cache = batch.cache
+    per_block, owners = cache.layers * cache.heads, len(batch.request) * cache.heads
     if not 0 <= layer < cache.layers:
         raise ValueError(f"layer {layer} of {cache.layers}")
     if cache.arena_k.shape[0] * per_block > torch.iinfo(torch.int32).max:
         raise ValueError("the arena has more head pages than an int32 can name")
     if out is None:
-        table = torch.zeros(owners, max_pages, dtype=torch.int32, device=request.device)
-        length = torch.empty(owners, dtype=torch.int32, device=request.device)
+        table = torch.zeros(owners, max_pages, dtype=torch.int32, device=batch.request.device)
+        length = torch.empty(owners, dtype=torch.int32, device=batch.request.device)
     else:
         table, length = out
     for name, tensor, shape in ("table", table, (owners, max_pages)), ("length", length, (owners,)):
@@ -89,8 +80,7 @@ def block_table(
     if owners:
         grid = (owners, triton.cdiv(max_pages, _BLOCK))
         _block_table[grid](
-            cache.req_to_token, cache.segment_begin, cache.tail_begin, cache.page_start,
-            request, seq_len, table, length,
+            *tables(batch), table, length,
             layer, cache.req_to_token.shape[1], max_pages,
             H=cache.heads, PER_BLOCK=per_block, P=cache.page_size, BLOCK=_BLOCK,
         )  # fmt: skip
