@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from sgl_kvc.compat import Hook
@@ -33,6 +35,17 @@ def apply_bitmask_of_grammar(_grammar, logits: torch.Tensor, vocab_mask: torch.T
     apply_bitmask(logits, vocab_mask)
 
 
+def profile(original, manager, request) -> Any:
+    """``SchedulerProfilerManager._profile``: refuse the profilers that only a GPU has."""
+    from sglang.srt.managers.io_struct import ProfileReqOutput
+
+    unknown = sorted(set(request.activities or ()) - {"CPU", "GPU"})
+    if unknown:
+        message = f"activities {', '.join(unknown)} need a GPU; on this platform ask for CPU"
+        return ProfileReqOutput(success=False, message=message)
+    return original(manager, request)
+
+
 HOOKS = [
     Hook(
         f"{_XGRAMMAR}._allocate_token_bitmask",
@@ -51,5 +64,12 @@ HOOKS = [
         "REPLACE",
         apply_bitmask,
         "the same for the masks of a reasoning parser",
+    ),
+    Hook(
+        "sglang.srt.managers.scheduler_components.profiler_manager"
+        ".SchedulerProfilerManager._profile",
+        "AROUND",
+        profile,
+        "upstream calls CUDA's profiler, which ends the scheduler",
     ),
 ]

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from sgl_kvc import report
-from sgl_kvc.compat import Hook, cpu, http
+from sgl_kvc.compat import Hook, cpu, http, operations, requests
 from sgl_kvc.spec import CUSTOM_PARAM
 
 logger = logging.getLogger(__name__)
@@ -289,7 +289,8 @@ GPU_HOOKS = [
 
 def hooks() -> list[Hook]:
     """Those that this machine needs."""
-    return HOOKS + (GPU_HOOKS if torch.cuda.is_available() else cpu.HOOKS)
+    always = HOOKS + requests.HOOKS + operations.HOOKS
+    return always + (GPU_HOOKS if torch.cuda.is_available() else cpu.HOOKS)
 
 
 def register() -> None:
