@@ -18,6 +18,7 @@ from transformers import (
 
 VOCABULARY = 512
 CONTEXT = 4096
+_SPECIAL = ("<unk>", "<s>", "</s>", "<pad>")
 _CLASSES = {
     "llama": (LlamaConfig, LlamaForCausalLM),
     "qwen2": (Qwen2Config, Qwen2ForCausalLM),
@@ -33,6 +34,7 @@ def write(
     kv_heads: int = 4,
     layers: int = 4,
     head_dim: int = 32,
+    tokenizer: Tokenizer | None = None,
 ) -> Path:
     """Write a model and a tokenizer whose word ``w<i>`` is token ``i + 4``; return `folder`."""
     config_class, model_class = _CLASSES[architecture]
@@ -53,12 +55,8 @@ def write(
         initializer_range=0.3,
     )
     model_class(config).float().save_pretrained(folder)
-    words = ["<unk>", "<s>", "</s>", "<pad>"] + [f"w{i}" for i in range(VOCABULARY - 4)]
-    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokenizer.decoder = decoders.WordPiece(prefix="##")
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+        tokenizer_object=tokenizer or _words(),
         unk_token="<unk>",
         bos_token="<s>",
         eos_token="</s>",
@@ -67,3 +65,20 @@ def write(
     fast.chat_template = "{% for message in messages %}{{ message['content'] }} {% endfor %}"
     fast.save_pretrained(folder)
     return folder
+
+
+def _words() -> Tokenizer:
+    words = [*_SPECIAL, *(f"w{i}" for i in range(VOCABULARY - 4))]
+    tokenizer = Tokenizer(models.WordLevel({w: i for i, w in enumerate(words)}, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.decoder = decoders.WordPiece(prefix="##")
+    return tokenizer
+
+
+def characters() -> Tokenizer:
+    """A tokenizer that can write any text: a token for each of the 256 bytes."""
+    words = [*_SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+    tokenizer = Tokenizer(models.BPE({w: i for i, w in enumerate(words)}, [], unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer

@@ -22,6 +22,7 @@ class Hook:
     function : called as that kind of hook is.
     reason : why there is no public seam that would do.
     gpu : taken only where there is a GPU: importing what it names costs seconds.
+    cpu : taken only where there is none.
     """
 
     target: str
@@ -29,3 +30,4 @@ class Hook:
     function: Callable[..., Any]
     reason: str
     gpu: bool = False
+    cpu: bool = False

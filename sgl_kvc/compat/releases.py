@@ -11,12 +11,20 @@ import dataclasses
 import importlib.metadata
 from collections.abc import Callable, Iterable, Mapping
 
-from sgl_kvc.compat import arguments, http, pool, scheduling
+from sgl_kvc.compat import arguments, cpu, http, operations, pool, requests, scheduling
 from sgl_kvc.compat.hook import Hook, IncompatibleError
 from sgl_kvc.compat.symbols import SYMBOLS, Uses
 
 #: What every release has, unless its row says otherwise.
-HOOKS = (*arguments.HOOKS, *scheduling.HOOKS, *pool.HOOKS, *http.HOOKS)
+HOOKS = (
+    *arguments.HOOKS,
+    *scheduling.HOOKS,
+    *pool.HOOKS,
+    *http.HOOKS,
+    *requests.HOOKS,
+    *operations.HOOKS,
+    *cpu.HOOKS,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,13 +49,13 @@ class Release:
     register: Callable[[], None] = pool.register_backends
 
     def all_hooks(self, *, gpu: bool) -> list[Hook]:
-        """This line's hooks; those that only a GPU needs if `gpu`."""
+        """This line's hooks; those that only a GPU needs if `gpu`, else those of a CPU."""
         own = {hook.target for hook in self.hooks}
         found = [*(each for each in HOOKS if each.target not in own), *self.hooks]
         return [
             dataclasses.replace(hook, target=self.path(hook.target))
             for hook in found
-            if hook.target not in self.gone and (gpu or not hook.gpu)
+            if hook.target not in self.gone and not (hook.cpu if gpu else hook.gpu)
         ]
 
     def all_symbols(self, *, gpu: bool) -> list[Uses]:

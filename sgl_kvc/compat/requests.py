@@ -1,0 +1,74 @@
+"""Values that SGLang 0.5.17 accepts and that would then end its scheduler: refused with a sentence.
+
+Each is found in the HTTP process, so that the request fails by itself and with status 400.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from sgl_kvc.compat.hook import Hook
+
+_INT32_MAX = 2**31 - 1
+_FLOAT32_MAX = 3.4028234e38
+
+
+def check_sampling(_result: Any, params, vocab_size: int) -> None:
+    """``SamplingParams.verify``: raise ValueError for what the sampler's tensors cannot hold."""
+    for name in ("top_k", "min_new_tokens"):
+        value = getattr(params, name)
+        if value > _INT32_MAX:
+            raise ValueError(f"{name} must be at most {_INT32_MAX}, got {value}.")
+    for token, bias in (params.logit_bias or {}).items():
+        if not abs(bias) <= _FLOAT32_MAX:
+            raise ValueError(f"logit_bias must fit in 32 bits, got {bias} for token {token}.")
+    if params.min_new_tokens > 0:
+        for token in params.stop_token_ids or ():
+            if not 0 <= token < vocab_size:
+                raise ValueError(
+                    f"stop_token_ids must be in [0, {vocab_size - 1}] where min_new_tokens is "
+                    f"set, got {token}."
+                )
+
+
+def check_stop_regex(original, params, tokenizer) -> None:
+    """``SamplingParams.normalize``: a regex that cannot be read is the client's error."""
+    try:
+        original(params, tokenizer)
+    except re.error as error:
+        raise ValueError(f"stop_regex is not a regular expression: {error}.") from error
+
+
+def check_request(manager, obj, input_ids) -> None:
+    """``TokenizerManager._validate_one_request``: raise ValueError for what has no logits."""
+    vocabulary = manager.model_config.vocab_size
+    asked = getattr(obj, "top_logprobs_num", None) or 0
+    if not 0 <= asked <= vocabulary:
+        raise ValueError(f"top_logprobs_num must be in [0, {vocabulary}], got {asked}.")
+    if input_ids:
+        for token in (min(input_ids), max(input_ids)):
+            if not 0 <= token < vocabulary:
+                raise ValueError(f"input_ids must be in [0, {vocabulary - 1}], got {token}.")
+
+
+HOOKS = (
+    Hook(
+        "sglang.srt.sampling.sampling_params.SamplingParams.verify",
+        "AFTER",
+        check_sampling,
+        "upstream accepts numbers that its tensors cannot hold and ends when it makes them",
+    ),
+    Hook(
+        "sglang.srt.sampling.sampling_params.SamplingParams.normalize",
+        "AROUND",
+        check_stop_regex,
+        "upstream answers 500",
+    ),
+    Hook(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._validate_one_request",
+        "BEFORE",
+        check_request,
+        "upstream asks for more logits than there are, and looks up embeddings that are not there",
+    ),
+)

@@ -1,0 +1,115 @@
+"""Requests that ended the scheduler, and with it everybody else's: each is answered by itself."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from bench.serving import Server, generate_body, sglang
+from tests import tiny_models
+from tests.engine.conftest import prompt
+
+IDS = prompt(200, seed=1)
+
+
+@pytest.fixture(autouse=True)
+def _lives(server):
+    """Whatever a test asks for, the next client is served."""
+    yield
+    assert len(server.generate(IDS, max_new_tokens=2, ignore_eos=True)["output_ids"]) == 2
+
+
+def status_and_text(server: Server, path: str, body: dict) -> tuple[int, str]:
+    with server.client() as client:
+        response = client.post(path, json=body)
+    return response.status_code, response.text
+
+
+REFUSED = {
+    "top_k": ({"temperature": 1, "top_k": 1 << 40}, {}),
+    "min_new_tokens": ({"min_new_tokens": 1 << 40, "max_new_tokens": 1 << 41}, {}),
+    "logit_bias": ({"temperature": 1, "logit_bias": {"10": 1e39}}, {}),
+    "stop_token_ids": ({"stop_token_ids": [100_000], "min_new_tokens": 4}, {}),
+    "stop_regex": ({"stop_regex": "(("}, {}),
+    "top_logprobs_num": ({}, {"return_logprob": True, "top_logprobs_num": 5000}),
+    "input_ids": ({}, {"input_ids": [5, 100_000]}),
+    "input_ids below 0": ({}, {"input_ids": [5, -7]}),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_numbers_that_the_engine_cannot_hold_are_refused(server, name):
+    sampling, fields = REFUSED[name]
+    status, text = status_and_text(server, "/generate", generate_body(IDS, **sampling) | fields)
+    if name == "min_new_tokens":  # the context's length is checked first
+        assert status == 400
+        return
+    assert status == 400, text
+    assert name.split()[0] in text
+
+
+def test_the_largest_numbers_that_are_right_are_served(server):
+    fields = {"return_logprob": True, "top_logprobs_num": tiny_models.VOCABULARY,
+              "input_ids": [0, tiny_models.VOCABULARY - 1]}  # fmt: skip
+    sampling = {
+        "temperature": 1, "top_k": (1 << 31) - 1, "logit_bias": {"10": 3e38}, "min_new_tokens": 4,
+        "stop_token_ids": [tiny_models.VOCABULARY - 1], "max_new_tokens": 4,
+    }  # fmt: skip
+    status, text = status_and_text(server, "/generate", generate_body(IDS, **sampling) | fields)
+    assert status == 200, text
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/update_weights_from_distributed",
+         {"names": ["a"], "dtypes": ["float32"], "shapes": [[1]], "group_name": "none"}),
+        ("/update_weights_from_disk", {"model_path": "/there is no model"}),
+        ("/start_profile", {"activities": ["MEM"]}),
+        ("/start_profile", {"activities": ["CUDA_PROFILER"]}),
+        ("/start_profile", {"activities": ["RPD"]}),
+        ("/stop_profile", {}),
+    ],
+)  # fmt: skip
+def test_an_operation_that_fails_says_so(server, path, body):
+    status, _ = status_and_text(server, path, body)
+    assert status >= 400
+
+
+@pytest.mark.parametrize(
+    "path", ["/start_expert_distribution_record", "/resume_memory_occupation"]
+)
+def test_an_operation_without_an_answer_that_could_fail(server, path):
+    status_and_text(server, path, {})
+
+
+def test_a_profile_of_the_cpu(server, tmp_path):
+    """`/start_profile` asked the platform for a name that it did not have."""
+    body = {"output_dir": str(tmp_path), "num_steps": 3}
+    status, text = status_and_text(server, "/start_profile", body)
+    assert status == 200, text
+    server.generate(IDS, max_new_tokens=8, ignore_eos=True)
+    assert list(Path(tmp_path).glob("*.trace.json.gz"))
+
+
+def test_threads_of_the_engine_sleep_soon(tiny_llama):
+    """A thread that waited spun for 10 ms: with a core taken, 10 tokens a second became 0.35.
+
+    What counts is what OpenMP read when the engine's processes loaded torch; it prints that.
+    """
+    arguments = ("--max-total-tokens", "4096")
+    with sglang(tiny_llama, *arguments, OMP_DISPLAY_ENV="VERBOSE") as running:
+        log = running.log.read_text()
+    engine = log.split("server_args=", 1)[1]  # the HTTP server has loaded torch before
+    found = re.findall(r"GOMP_SPINCOUNT = '(\d+)'", engine)
+    assert len(found) >= 2  # scheduler and detokenizer
+    assert set(found) == {"1000"}
+
+
+def test_a_wait_policy_of_the_users_own_is_kept(tiny_llama):
+    own = {"OMP_DISPLAY_ENV": "VERBOSE", "OMP_WAIT_POLICY": "PASSIVE"}
+    with sglang(tiny_llama, "--max-total-tokens", "4096", **own) as running:
+        log = running.log.read_text()
+    assert set(re.findall(r"GOMP_SPINCOUNT = '(\d+)'", log)) == {"0"}
