@@ -124,7 +124,7 @@ _ATTENTION = (
     Uses("sglang.srt.configs.model_config.AttentionArch", "MHA", "which models are refused"),
     Uses(
         "sglang.srt.configs.model_config.ModelConfig",
-        "attention_arch hf_config hf_text_config is_generation is_hybrid_swa",
+        "attention_arch head_dim hf_config hf_text_config is_generation is_hybrid_swa v_head_dim",
         "which models are refused",
     ),
     Uses(
@@ -165,7 +165,7 @@ _SCHEDULER = (
     ),
     Uses(
         "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator",
-        "_build_mha_kv_pool(mha_pool_class)",
+        "_build_mha_kv_pool(mha_pool_class) kv_cache_dtype model_config",
         "the pool is ours",
     ),
     Uses("sglang.srt.sampling.sampling_params.SamplingParams", "custom_params max_new_tokens",
@@ -181,11 +181,17 @@ _SCHEDULER = (
 _SERVER = (
     Uses(
         "sglang.srt.server_args.ServerArgs",
-        "attention_backend cuda_graph_backend_prefill disable_radix_cache disaggregation_mode "
-        "dtype enable_hierarchical_cache enable_streaming_session get_model_config "
-        "kv_cache_dtype model_path page_size pp_size radix_cache_backend revision "
-        "sampling_backend skip_tokenizer_init sleep_on_idle speculative_algorithm "
-        "tokenizer_mode tokenizer_path trust_remote_code",
+        "attention_backend attn_cp_size cuda_graph_backend_prefill cuda_graph_config dcp_size "
+        "decode_attention_backend device disable_radix_cache disaggregation_mode "
+        "dllm_algorithm dtype enable_dp_attention enable_flexkv enable_hierarchical_cache "
+        "enable_hisparse enable_lmcache enable_mis enable_page_major_kv_layout enable_pdmux "
+        "enable_prefill_cp enable_session_radix_cache enable_streaming_session "
+        "enable_torch_compile enable_two_batch_overlap enable_unified_memory "
+        "get_attention_backends get_model_config kv_cache_dtype kv_canary model_path "
+        "page_size pp_size prefill_attention_backend prefill_only_disable_kv_cache "
+        "quantization_param_path radix_cache_backend revision sampling_backend "
+        "skip_tokenizer_init sleep_on_idle speculative_algorithm tokenizer_mode "
+        "tokenizer_path trust_remote_code",
         "options that are implied, read or refused",
     ),
     Uses("sglang.srt.server_args", "add_attention_backend_choices(choices)",

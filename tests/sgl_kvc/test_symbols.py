@@ -33,6 +33,7 @@ NAMED = {
     "cache": "sgl_kvc.cache.radix.CompressingRadixCache",
     "forward_batch": "sglang.srt.model_executor.forward_batch_info.ForwardBatch",
     "forward_mode": "sglang.srt.model_executor.forward_batch_info.ForwardMode",
+    "configurator": "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator",
     "layer": "sglang.srt.layers.radix_attention.RadixAttention",
     "manager": "sglang.srt.managers.tokenizer_manager.TokenizerManager",
     "model_runner": "sglang.srt.model_executor.model_runner.ModelRunner",
