@@ -115,17 +115,18 @@ _ATTENTION = (
          "the kind of a forward"),
     Uses(
         "sglang.srt.model_executor.model_runner.ModelRunner",
-        "device dtype model ps req_to_token_pool server_args token_to_kv_pool",
+        "device dtype model model_config ps req_to_token_pool server_args token_to_kv_pool",
         "pool and model of the attention backend",
     ),
-    Uses("sglang.srt.distributed.parallel_state_wrapper.ParallelState", "tp_rank tp_size",
+    Uses("sglang.srt.distributed.parallel_state_wrapper.ParallelState", "attn_tp_rank attn_tp_size",
          "the heads this rank holds"),
     Uses("sglang.srt.configs.hybrid_arch", "mambaish_config", "which models are refused"),
     Uses("sglang.srt.configs.model_config.AttentionArch", "MHA", "which models are refused"),
     Uses(
         "sglang.srt.configs.model_config.ModelConfig",
-        "attention_arch head_dim hf_config hf_text_config is_generation is_hybrid_swa v_head_dim",
-        "which models are refused",
+        "attention_arch get_total_num_kv_heads head_dim hf_config hf_text_config is_generation "
+        "is_hybrid_swa v_head_dim",
+        "which models are refused, and their heads",
     ),
     Uses(
         "sglang.srt.utils.hf_transformers_utils",
