@@ -139,10 +139,12 @@ _SCHEDULER = (
     Uses(
         "sglang.srt.managers.schedule_batch.Req",
         "cache_protected_len customized_info extra_key finished full_untruncated_fill_ids "
-        "get_fill_ids kv_committed_len last_node origin_input_ids output_ids_through_stop "
+        "get_fill_ids kv kv_committed_len last_node origin_input_ids output_ids_through_stop "
         "prefix_indices req_pool_idx sampling_params session",
         "a request's prompt, row and place in the tree",
     ),
+    Uses("sglang.srt.managers.schedule_batch.ReqKvInfo", "kv_allocated_len",
+         "what a request holds is freed when it ends"),
     Uses("sglang.srt.managers.schedule_batch.ScheduleBatch", "batch_is_full reqs tree_cache",
          "the requests that are prefilled or decode"),
     Uses(
