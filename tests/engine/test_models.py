@@ -255,14 +255,21 @@ def test_another_sglang_is_refused_by_name():
     assert "SGLang 0.5.23 is installed; sgl-kvc supports 0.5.17" in done.stderr
 
 
-def test_a_missing_seam_is_refused_by_name():
+@pytest.mark.parametrize(
+    ("module", "owner", "name"),
+    [
+        ("managers.schedule_batch", "ScheduleBatch", "prepare_for_extend"),  # hooked
+        ("mem_cache.radix_cache", "RadixCache", "cache_finished_req"),  # overridden
+        ("mem_cache.allocator", "PagedTokenToKVPoolAllocator", "alloc_extend"),  # abstract above
+    ],
+)
+def test_a_missing_seam_is_refused_by_name(module, owner, name):
     """A rename upstream stops the process, with the name that is gone."""
     script = (
-        "from sglang.srt.managers.schedule_batch import ScheduleBatch as B;"
-        "del B.prepare_for_extend;"
+        f"from sglang.srt.{module} import {owner} as owner;"
+        f"owner.renamed = owner.{name}; del owner.{name};"
         "from sgl_kvc.plugin import register; register()"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode != 0
-    assert "SGLang has no sglang.srt.managers.schedule_batch" in done.stderr
-    assert "prepare_for_extend" in done.stderr
+    assert f"SGLang has no sglang.srt.{module}.{owner}.{name}" in done.stderr
