@@ -51,6 +51,11 @@ def check_model(config: ModelConfig) -> None:
 
 def check_server(args: ServerArgs) -> None:
     """Raise UnsupportedError for options with which KVs would be moved or read wrongly."""
+    if args.attention_backend != "kvc":
+        raise UnsupportedError(
+            "kvc cannot be the attention backend of prefill or decode alone: "
+            "give --attention-backend kvc"
+        )
     for option, given, reason in (*_attention_options(args), *_memory_options(args)):
         if given:
             raise UnsupportedError(
@@ -109,9 +114,6 @@ def _attention_options(args: ServerArgs) -> Iterator[tuple[str, bool, str]]:
         ("decode", args.decode_attention_backend),
     ):
         yield f"--{phase}-attention-backend {backend}", backend not in (None, "kvc"), elsewhere
-    yield f"--attention-backend {args.attention_backend}", args.attention_backend != "kvc", (
-        "a backend for one phase alone is not enough, give --attention-backend kvc"
-    )
     device = args.device
     yield f"--device {device}", device not in ("cpu", "cuda"), "there are no kernels for it"
     graphs = args.cuda_graph_config

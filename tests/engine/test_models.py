@@ -112,7 +112,7 @@ def args(tiny_llama) -> ServerArgs:
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"attention_backend": "triton"}, "--attention-backend triton"),
+        ({"attention_backend": "triton"}, "give --attention-backend kvc"),
         ({"decode_attention_backend": "fa3"}, "--decode-attention-backend fa3"),
         ({"prefill_attention_backend": "fa3"}, "--prefill-attention-backend fa3"),
         (
