@@ -94,14 +94,26 @@ class _LoadedFacts(ModelFacts):
 
     @functools.cached_property
     def head_profile(self) -> torch.Tensor | None:
-        """From the file that SGL_KVC_HEAD_PROFILE names, or the one in the model's folder."""
+        """From the file that SGL_KVC_HEAD_PROFILE names, or the one in the model's folder.
+
+        Of the heads this rank holds.
+        """
         given = os.environ.get(PROFILE_VARIABLE)
         path = Path(given or Path(self._runner.server_args.model_path) / profile.FILE_NAME)
         if not given and not path.is_file():
             return None
-        pool, rank = self._runner.token_to_kv_pool, self._runner.ps
-        whole = _read_profile(path, pool.layer_num, pool.head_num * rank.tp_size)
-        return whole.chunk(rank.tp_size, dim=1)[rank.tp_rank].to(self._runner.device)
+        heads = self._runner.model_config.get_total_num_kv_heads()
+        whole = _read_profile(path, self._runner.token_to_kv_pool.layer_num, heads)
+        return whole[:, self._held_heads(heads)].to(self._runner.device)
+
+    def _held_heads(self, heads: int) -> slice:
+        """Which of the model's KV heads this rank holds.
+
+        With more tensor-parallel ranks than heads, several ranks in a row hold the same one.
+        """
+        ranks, rank = self._runner.ps.attn_tp_size, self._runner.ps.attn_tp_rank
+        first = rank * heads // ranks
+        return slice(first, first + max(1, heads // ranks))
 
     @functools.cached_property
     def _rotary(self) -> nn.Module | None:

@@ -31,13 +31,20 @@ def register_backends() -> None:
     register_radix_cache_backend(BACKEND, radix_cache)
 
 
-def use_arena(_configurator, **kwargs: Any) -> tuple[tuple, dict]:
-    """``KVCacheConfigurator._build_mha_kv_pool``: our pool on CUDA."""
+def use_arena(configurator, **kwargs: Any) -> tuple[tuple, dict]:
+    """``KVCacheConfigurator._build_mha_kv_pool``: our pool on CUDA.
+
+    What ``--kv-cache-dtype auto`` is, is known only here: a checkpoint may ask for fp8.
+    """
+    from sgl_kvc.attention.support import check_device
     from sgl_kvc.pool.arena import ArenaKVPool
 
     if serving_with_kvc():
+        e4m3 = configurator.kv_cache_dtype == torch.float8_e4m3fn
+        capability = torch.cuda.get_device_capability()
+        check_device(configurator.model_config, "fp8_e4m3" if e4m3 else "auto", capability)
         kwargs["mha_pool_class"] = ArenaKVPool
-    return (_configurator,), kwargs
+    return (configurator,), kwargs
 
 
 def never_fuse_store(original, forward_batch) -> bool:

@@ -16,13 +16,23 @@ logger = logging.getLogger(__name__)
 
 def check_support(scheduler) -> None:
     """``Scheduler.init_model_worker``: before weights are loaded and pools are built."""
-    if scheduler.server_args.attention_backend != BACKEND:
+    args, config = scheduler.server_args, scheduler.model_config
+    if BACKEND not in (args.attention_backend, *args.get_attention_backends()):
         return
-    from sgl_kvc.attention.support import UnsupportedError, check_model, check_server
+    from sgl_kvc.attention.support import (
+        UnsupportedError,
+        check_device,
+        check_model,
+        check_server,
+    )
 
+    gpu = torch.cuda.is_available() and args.device == "cuda"
     try:
-        check_model(scheduler.model_config)
-        check_server(scheduler.server_args)
+        check_model(config)
+        check_server(args)
+        check_device(
+            config, args.kv_cache_dtype, torch.cuda.get_device_capability() if gpu else None
+        )
     except UnsupportedError as error:
         logger.critical("sgl-kvc cannot serve this: %s", error)
         raise

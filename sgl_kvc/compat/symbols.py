@@ -115,17 +115,18 @@ _ATTENTION = (
          "the kind of a forward"),
     Uses(
         "sglang.srt.model_executor.model_runner.ModelRunner",
-        "device dtype model ps req_to_token_pool server_args token_to_kv_pool",
+        "device dtype model model_config ps req_to_token_pool server_args token_to_kv_pool",
         "pool and model of the attention backend",
     ),
-    Uses("sglang.srt.distributed.parallel_state_wrapper.ParallelState", "tp_rank tp_size",
+    Uses("sglang.srt.distributed.parallel_state_wrapper.ParallelState", "attn_tp_rank attn_tp_size",
          "the heads this rank holds"),
     Uses("sglang.srt.configs.hybrid_arch", "mambaish_config", "which models are refused"),
     Uses("sglang.srt.configs.model_config.AttentionArch", "MHA", "which models are refused"),
     Uses(
         "sglang.srt.configs.model_config.ModelConfig",
-        "attention_arch hf_config hf_text_config is_generation is_hybrid_swa",
-        "which models are refused",
+        "attention_arch get_total_num_kv_heads head_dim hf_config hf_text_config is_generation "
+        "is_hybrid_swa v_head_dim",
+        "which models are refused, and their heads",
     ),
     Uses(
         "sglang.srt.utils.hf_transformers_utils",
@@ -138,10 +139,12 @@ _SCHEDULER = (
     Uses(
         "sglang.srt.managers.schedule_batch.Req",
         "cache_protected_len customized_info extra_key finished full_untruncated_fill_ids "
-        "get_fill_ids kv_committed_len last_node origin_input_ids output_ids_through_stop "
+        "get_fill_ids kv kv_committed_len last_node origin_input_ids output_ids_through_stop "
         "prefix_indices req_pool_idx sampling_params session",
         "a request's prompt, row and place in the tree",
     ),
+    Uses("sglang.srt.managers.schedule_batch.ReqKvInfo", "kv_allocated_len",
+         "what a request holds is freed when it ends"),
     Uses("sglang.srt.managers.schedule_batch.ScheduleBatch", "batch_is_full reqs tree_cache",
          "the requests that are prefilled or decode"),
     Uses(
@@ -165,7 +168,7 @@ _SCHEDULER = (
     ),
     Uses(
         "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator",
-        "_build_mha_kv_pool(mha_pool_class)",
+        "_build_mha_kv_pool(mha_pool_class) kv_cache_dtype model_config",
         "the pool is ours",
     ),
     Uses("sglang.srt.sampling.sampling_params.SamplingParams", "custom_params max_new_tokens",
@@ -181,11 +184,17 @@ _SCHEDULER = (
 _SERVER = (
     Uses(
         "sglang.srt.server_args.ServerArgs",
-        "attention_backend cuda_graph_backend_prefill disable_radix_cache disaggregation_mode "
-        "dtype enable_hierarchical_cache enable_streaming_session get_model_config "
-        "kv_cache_dtype model_path page_size pp_size radix_cache_backend revision "
-        "sampling_backend skip_tokenizer_init sleep_on_idle speculative_algorithm "
-        "tokenizer_mode tokenizer_path trust_remote_code",
+        "attention_backend attn_cp_size cuda_graph_backend_prefill cuda_graph_config dcp_size "
+        "decode_attention_backend device disable_radix_cache disaggregation_mode "
+        "dllm_algorithm dtype enable_dp_attention enable_flexkv enable_hierarchical_cache "
+        "enable_hisparse enable_lmcache enable_mis enable_page_major_kv_layout enable_pdmux "
+        "enable_prefill_cp enable_session_radix_cache enable_streaming_session "
+        "enable_torch_compile enable_two_batch_overlap enable_unified_memory "
+        "get_attention_backends get_model_config kv_cache_dtype kv_canary model_path "
+        "page_size pp_size prefill_attention_backend prefill_only_disable_kv_cache "
+        "quantization_param_path radix_cache_backend revision sampling_backend "
+        "skip_tokenizer_init sleep_on_idle speculative_algorithm tokenizer_mode "
+        "tokenizer_path trust_remote_code",
         "options that are implied, read or refused",
     ),
     Uses("sglang.srt.server_args", "add_attention_backend_choices(choices)",

@@ -15,7 +15,7 @@ from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.server_args import ServerArgs
 
 from bench.serving import START_TIMEOUT_S, assert_no_leak, kill, popen, sglang
-from sgl_kvc.attention.support import UnsupportedError, check_model, check_server
+from sgl_kvc.attention.support import UnsupportedError, check_device, check_model, check_server
 from tests import tiny_models
 from tests.engine.conftest import prompt
 
@@ -94,20 +94,119 @@ def test_a_plain_model_is_not_refused(tiny_llama):
     check_model(ModelConfig(str(tiny_llama)))
 
 
+@pytest.fixture(scope="module")
+def args(tiny_llama) -> ServerArgs:
+    """Arguments of a server that is not refused."""
+    args = ServerArgs(
+        model_path=str(tiny_llama),
+        device="cpu",
+        page_size=16,
+        attention_backend="kvc",
+        radix_cache_backend="kvc",
+        cuda_graph_backend_prefill="disabled",
+    )
+    check_server(args)
+    return args
+
+
 @pytest.mark.parametrize(
     ("options", "sentence"),
     [
-        ({"kv_cache_dtype": "fp4_e2m1"}, "--kv-cache-dtype fp4_e2m1"),
-        ({"page_size": 4}, "--page-size"),
-        ({"disable_radix_cache": True}, "--disable-radix-cache"),
+        ({"attention_backend": "triton"}, "give --attention-backend kvc"),
+        ({"decode_attention_backend": "fa3"}, "--decode-attention-backend fa3"),
+        ({"prefill_attention_backend": "fa3"}, "--prefill-attention-backend fa3"),
+        (
+            {"attention_backend": None, "decode_attention_backend": "kvc"},
+            "give --attention-backend kvc",
+        ),
+        ({"device": "xpu"}, "--device xpu"),
+        ({"enable_torch_compile": True}, "--enable-torch-compile"),
+        ({"speculative_algorithm": "NGRAM"}, "--speculative-algorithm"),
+        ({"dllm_algorithm": "LowConfidence"}, "--dllm-algorithm"),
+        ({"enable_mis": True}, "--enable-mis"),
+        ({"enable_two_batch_overlap": True}, "--enable-two-batch-overlap"),
+        ({"enable_pdmux": True}, "--enable-pdmux"),
+        ({"enable_dp_attention": True}, "--enable-dp-attention"),
+        ({"dcp_size": 2}, "--dcp-size"),
+        ({"attn_cp_size": 2}, "--attn-cp-size"),
+        ({"enable_prefill_cp": True}, "--enable-prefill-cp"),
         ({"pp_size": 2}, "--pp-size"),
+        ({"enable_hisparse": True}, "--enable-hisparse"),
+        ({"page_size": None}, "--page-size None"),
+        ({"page_size": 4}, "--page-size 4"),
+        ({"page_size": 24}, "--page-size 24"),
+        ({"page_size": 128}, "--page-size 128"),
+        ({"kv_cache_dtype": "fp4_e2m1"}, "--kv-cache-dtype fp4_e2m1"),
+        ({"kv_cache_dtype": "mxfp8"}, "--kv-cache-dtype mxfp8"),
+        ({"quantization_param_path": "scales.json"}, "--quantization-param-path"),
+        ({"disable_radix_cache": True}, "--disable-radix-cache"),
+        ({"radix_cache_backend": "flexkv"}, "--radix-cache-backend flexkv"),
+        ({"enable_session_radix_cache": True}, "--enable-session-radix-cache"),
+        ({"enable_streaming_session": True}, "--enable-streaming-session"),
+        ({"disaggregation_mode": "decode"}, "--disaggregation-mode"),
+        ({"enable_hierarchical_cache": True}, "--enable-hierarchical-cache"),
+        ({"enable_lmcache": True}, "--enable-lmcache"),
+        ({"enable_flexkv": True}, "--enable-flexkv"),
+        ({"enable_page_major_kv_layout": True}, "--enable-page-major-kv-layout"),
+        ({"enable_unified_memory": True}, "--enable-unified-memory"),
+        ({"kv_canary": "log"}, "--kv-canary"),
+        ({"prefill_only_disable_kv_cache": True}, "--prefill-only-disable-kv-cache"),
     ],
+    ids=lambda value: "" if isinstance(value, str) else " ".join(map(str, value.items())),
 )
-def test_options_that_are_refused(tiny_llama, options, sentence):
-    args = ServerArgs(model_path=str(tiny_llama), device="cpu", page_size=16)
-    check_server(args)
+def test_options_that_are_refused(args, options, sentence):
     with pytest.raises(UnsupportedError, match=re.escape(sentence)):
         check_server(copy_with(args, options))
+
+
+@pytest.mark.parametrize(
+    ("phase", "backend"), [("prefill", "breakable"), ("prefill", "full"), ("decode", "breakable")]
+)
+def test_graphs_that_are_refused(args, phase, backend):
+    graphs = copy.deepcopy(args.cuda_graph_config)
+    graphs[phase].backend = backend
+    with pytest.raises(UnsupportedError, match=f"--cuda-graph-backend-{phase} {backend}"):
+        check_server(copy_with(args, {"cuda_graph_config": graphs}))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"decode_attention_backend": "kvc", "prefill_attention_backend": "kvc"},
+        {"page_size": 64},
+        {"kv_cache_dtype": "fp8_e5m2"},
+        {"dp_size": 2},
+        {"kv_events_config": "{}"},
+        {"enable_mixed_chunk": True},
+    ],
+    ids=str,
+)
+def test_options_that_are_not_refused(args, options):
+    check_server(copy_with(args, options))
+
+
+def test_heads_that_no_kernel_has(tiny_llama, monkeypatch):
+    config = ModelConfig(str(tiny_llama))
+    for config.head_dim, config.v_head_dim in ((256, 256), (80, 96)):
+        check_device(config, "auto", (9, 0))
+    for config.head_dim, config.v_head_dim in ((320, 64), (64, 320)):
+        check_device(config, "auto", None)
+        with pytest.raises(UnsupportedError, match="heads of 320 numbers"):
+            check_device(config, "auto", (9, 0))
+        with monkeypatch.context() as interpreter:
+            interpreter.setenv("TRITON_INTERPRET", "1")
+            with pytest.raises(UnsupportedError, match="heads of 320 numbers"):
+                check_device(config, "auto", None)
+
+
+def test_a_gpu_that_does_not_know_the_cache_type(tiny_llama):
+    config = ModelConfig(str(tiny_llama))
+    for cache_dtype, capability in (
+        ("fp8_e4m3", None), ("fp8_e4m3", (8, 9)), ("fp8_e5m2", (8, 0)), ("auto", (8, 0)),
+    ):  # fmt: skip
+        check_device(config, cache_dtype, capability)
+    with pytest.raises(UnsupportedError, match=r"capability 8\.9 or later; this one has 8\.6"):
+        check_device(config, "fp8_e4m3", (8, 6))
 
 
 def copy_with(args: ServerArgs, options: dict) -> ServerArgs:
@@ -118,18 +217,30 @@ def copy_with(args: ServerArgs, options: dict) -> ServerArgs:
     return changed
 
 
-def test_a_refused_server_stops_and_says_why(tmp_path):
-    folder = _edit(tiny_models.write(tmp_path / "model"), **MLA)
+@pytest.mark.parametrize(
+    ("changes", "backends", "sentence"),
+    [
+        (MLA, ("--attention-backend", "kvc"),
+         "multi-head latent attention (MLA) is not supported"),
+        ({}, ("--attention-backend", "kvc", "--prefill-attention-backend", "torch_native"),
+         "--prefill-attention-backend torch_native cannot be combined"),
+        ({}, ("--attention-backend", "torch_native", "--decode-attention-backend", "kvc"),
+         "give --attention-backend kvc"),
+    ],
+    ids=["MLA", "prefill elsewhere", "decode alone"],
+)  # fmt: skip
+def test_a_refused_server_stops_and_says_why(tmp_path, changes, backends, sentence):
+    folder = _edit(tiny_models.write(tmp_path / "model"), **changes)
     log = tmp_path / "log"
     with reserved_port() as port:
-        process = popen(folder, port, log, "--attention-backend", "kvc")
+        process = popen(folder, port, log, *backends)
         try:
             assert process.wait(START_TIMEOUT_S) != 0
         finally:
             kill(process)
     said = [line for line in log.read_text().splitlines() if "sgl-kvc cannot serve" in line]
     assert said, log.read_text()[-3000:]
-    assert "multi-head latent attention (MLA) is not supported" in said[0]
+    assert sentence in said[0]
 
 
 def test_another_sglang_is_refused_by_name():
@@ -144,14 +255,21 @@ def test_another_sglang_is_refused_by_name():
     assert "SGLang 0.5.23 is installed; sgl-kvc supports 0.5.17" in done.stderr
 
 
-def test_a_missing_seam_is_refused_by_name():
+@pytest.mark.parametrize(
+    ("module", "owner", "name"),
+    [
+        ("managers.schedule_batch", "ScheduleBatch", "prepare_for_extend"),  # hooked
+        ("mem_cache.radix_cache", "RadixCache", "cache_finished_req"),  # overridden
+        ("mem_cache.allocator", "PagedTokenToKVPoolAllocator", "alloc_extend"),  # abstract above
+    ],
+)
+def test_a_missing_seam_is_refused_by_name(module, owner, name):
     """A rename upstream stops the process, with the name that is gone."""
     script = (
-        "from sglang.srt.managers.schedule_batch import ScheduleBatch as B;"
-        "del B.prepare_for_extend;"
+        f"from sglang.srt.{module} import {owner} as owner;"
+        f"owner.renamed = owner.{name}; del owner.{name};"
         "from sgl_kvc.plugin import register; register()"
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     assert done.returncode != 0
-    assert "SGLang has no sglang.srt.managers.schedule_batch" in done.stderr
-    assert "prepare_for_extend" in done.stderr
+    assert f"SGLang has no sglang.srt.{module}.{owner}.{name}" in done.stderr

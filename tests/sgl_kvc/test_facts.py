@@ -8,12 +8,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.distributed import (
     destroy_distributed_environment,
     destroy_model_parallel,
     init_distributed_environment,
     initialize_model_parallel,
 )
+from sglang.srt.layers.linear import QKVParallelLinear, RowParallelLinear
 from sglang.srt.models.llama import LlamaForCausalLM
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 from transformers import AutoConfig, AutoTokenizer
@@ -54,12 +56,22 @@ def runner(folder):
             model=LlamaForCausalLM(AutoConfig.from_pretrained(folder)),
             server_args=args,
             token_to_kv_pool=SimpleNamespace(layer_num=LAYERS, head_num=HEADS),
-            ps=SimpleNamespace(tp_rank=0, tp_size=1),
+            model_config=ModelConfig(str(folder)),
+            ps=SimpleNamespace(attn_tp_rank=0, attn_tp_size=1),
             device="cpu",
         )
     finally:
         destroy_model_parallel()
         destroy_distributed_environment()
+
+
+def at_rank(runner, rank: int, ranks: int) -> SimpleNamespace:
+    """The runner of one of several tensor-parallel ranks."""
+    one = SimpleNamespace(**vars(runner))
+    one.ps = SimpleNamespace(attn_tp_rank=rank, attn_tp_size=ranks)
+    held = one.model_config.get_num_kv_heads(ranks)
+    one.token_to_kv_pool = SimpleNamespace(layer_num=LAYERS, head_num=held)
+    return one
 
 
 def test_what_methods_need_are_facts():
@@ -113,9 +125,7 @@ def test_head_profile(runner, folder, tmp_path, monkeypatch):
     beside.write_text(json.dumps({"heads": heads}))
     try:
         assert read_facts(runner).head_profile.tolist() == heads
-        half = SimpleNamespace(**vars(runner) | {"ps": SimpleNamespace(tp_rank=1, tp_size=2)})
-        half.token_to_kv_pool = SimpleNamespace(layer_num=LAYERS, head_num=HEADS // 2)
-        assert read_facts(half).head_profile.tolist() == [row[2:] for row in heads]
+        assert read_facts(at_rank(runner, 1, 2)).head_profile.tolist() == [row[2:] for row in heads]
     finally:
         beside.unlink()
     named = tmp_path / "profile.json"
@@ -125,3 +135,40 @@ def test_head_profile(runner, folder, tmp_path, monkeypatch):
     named.write_text(json.dumps({"heads": heads[:1]}))
     with pytest.raises(FactsError, match="1 layers of 4 KV heads; the model has 2 layers of 4"):
         read_facts(runner)
+
+
+@pytest.mark.parametrize("rank", range(8))
+def test_a_profile_at_more_ranks_than_heads(runner, tmp_path, monkeypatch, rank):
+    """SGLang has every KV head on several ranks then; its own layers say which holds which."""
+    named = tmp_path / "profile.json"
+    named.write_text(json.dumps({"heads": [[0.25 * head for head in range(HEADS)]] * LAYERS}))
+    monkeypatch.setenv(PROFILE_VARIABLE, str(named))
+    found = read_facts(at_rank(runner, rank, 8)).head_profile
+
+    size = 32
+    projection = QKVParallelLinear(
+        256, size, 8, HEADS, bias=False, params_dtype=torch.float32, tp_rank=rank, tp_size=8
+    )
+    number = 0.25 * torch.arange(HEADS).repeat_interleave(size)
+    keys = number[:, None].expand(-1, 256).contiguous()
+    projection.weight.weight_loader(projection.weight, keys, "k")
+    held = projection.weight[size : 2 * size].unique()
+    assert found.tolist() == [held.tolist()] * LAYERS
+
+
+def test_output_projections_at_more_ranks_than_heads(runner):
+    """A rank's columns are those of its own query heads, which all read the head it holds."""
+    rank, size = 5, 32
+    whole = torch.randn(256, 8 * size)
+    model = torch.nn.ModuleDict({"layers": torch.nn.ModuleList()})
+    for _ in range(LAYERS):
+        projection = RowParallelLinear(
+            8 * size, 256, bias=False, params_dtype=torch.float32, tp_rank=rank, tp_size=8
+        )
+        projection.weight.weight_loader(projection.weight, whole)
+        attention = torch.nn.ModuleDict({"o_proj": projection})
+        model["layers"].append(torch.nn.ModuleDict({"self_attn": attention}))
+    one = at_rank(runner, rank, 8)
+    one.model = model
+    for weight in read_facts(one).output_projection:
+        assert torch.equal(weight, whole[:, rank * size : (rank + 1) * size])
