@@ -8,19 +8,9 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from gateways import Gateway, serve
 from kvc_server.process import reserved_port
 
-POOL_ARGS = ("--max-total-tokens", "16384", "--max-running-requests", "16")
-
-
-@pytest.fixture(scope="session")
-def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    """A gateway and a worker with the embedded model, ready."""
-    log = tmp_path_factory.mktemp("gateway") / "log"
-    with serve(log, "--max-rate", "64", "--", *POOL_ARGS) as running:
-        running.wait_ready()
-        yield running
+from tests.gateways import Gateway, serve
 
 
 @pytest.fixture(scope="session")

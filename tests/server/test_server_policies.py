@@ -6,13 +6,13 @@ import json
 
 import httpx
 import pytest
-from gateways import Gateway
 from kvc_server.cli import main
 from kvc_server.policies import catalogue
 
 from sgl_kvc.policy.catalog import methods
 from sgl_kvc.policy.presets import DEFAULT_POLICY, PRESETS
 from sgl_kvc.spec import SpecError, parse, policy_parameters
+from tests.gateways import Gateway
 
 
 def test_everything_is_listed() -> None:

@@ -14,11 +14,12 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from gateways import Gateway
 from kvc_recall.tasks import sample
 from kvc_server.demo import DemoFailed, ask, table
 from prometheus_client.parser import text_string_to_metric_families
 from rich.console import Console
+
+from tests.gateways import Gateway
 
 PROMPT = sample("needles8", 512, Random(7))
 LONG = "river " * 4097

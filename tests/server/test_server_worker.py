@@ -9,7 +9,8 @@ from typing import Any
 
 import httpx
 import pytest
-from gateways import Gateway
+
+from tests.gateways import Gateway
 
 ERROR_WITHIN_S = 5
 BODY = {
