@@ -3,43 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import signal
-import subprocess
-import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import psutil
-from kvc_server.process import reserved_port
-
-READY_WITHIN_S = 240
+from kvc_server import launch
 
 
-@dataclasses.dataclass
-class Gateway:
+class Gateway(launch.Server):
     """A running `sgl-kvc serve`."""
-
-    url: str
-    process: subprocess.Popen[bytes]
-    log: Path
-
-    def wait_ready(self, within: float = READY_WITHIN_S) -> float:
-        """Seconds until /readiness said yes."""
-        begin = time.monotonic()
-        while time.monotonic() < begin + within:
-            assert self.process.poll() is None, self.log_end()
-            with contextlib.suppress(httpx.HTTPError):
-                if httpx.get(f"{self.url}/readiness", timeout=30).status_code == 200:
-                    return time.monotonic() - begin
-            time.sleep(0.3)
-        raise AssertionError(f"not ready within {within} s:\n{self.log_end()}")
-
-    def log_end(self) -> str:
-        """The last lines of the log, cut to a readable length."""
-        return "\n".join(line[:300] for line in self.log.read_text().splitlines()[-30:])
 
     def worker(self) -> psutil.Process:
         """The process of SGLang's HTTP server."""
@@ -63,21 +35,17 @@ class Gateway:
 
 @contextlib.contextmanager
 def serve(log: Path, *arguments: str) -> Iterator[Gateway]:
-    """Start `sgl-kvc serve` on a free port; afterwards stop it and see that nothing is left."""
-    with reserved_port() as port, log.open("wb") as output:
-        command = [sys.executable, "-m", "kvc_server.cli", "serve", "--port", str(port), *arguments]
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
-        try:
-            yield Gateway(f"http://127.0.0.1:{port}", process, log)
-        finally:
-            family = []
-            if process.poll() is None:
-                family = psutil.Process(process.pid).children(recursive=True)
-                process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                raise
-            _, left = psutil.wait_procs(family, 5)
-            assert not left, f"the gateway left {left} behind"
+    """Start `sgl-kvc serve` on a free port; afterwards stop it and see that nothing is left.
+
+    It has to end by itself when it is asked to, and to take its worker along.
+    """
+    with launch.started(launch.gateway(*arguments), log=log) as server:
+        process = server.process
+        yield Gateway(**vars(server))
+        family = []
+        if process.poll() is None:
+            family = psutil.Process(process.pid).children(recursive=True)
+            process.terminate()
+        process.wait(20)
+    _, left = psutil.wait_procs(family, 5)
+    assert not left, f"the gateway left {left} behind"

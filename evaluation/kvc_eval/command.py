@@ -11,13 +11,14 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from kvc_server.launch import LaunchFailed
 from kvc_server.settings import SettingsError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kvc_eval import provenance, report, results, suites
 from kvc_eval.cli import DEFAULT_N
-from kvc_eval.embedded import ServerFailed, embedded
+from kvc_eval.embedded import embedded
 from kvc_eval.endpoint import Endpoint, RequestFailed
 from kvc_eval.grid import AFTER, INSIDE, QUESTIONS, Grid
 from kvc_eval.measure import EndpointLost, Load, measure
@@ -32,7 +33,7 @@ def run(options: argparse.Namespace, worker_args: tuple[str, ...]) -> int:
     try:
         with _servers(options, worker_args) as urls:
             done = asyncio.run(_evaluate(urls, suite, options))
-    except (ServerFailed, RequestFailed, EndpointLost) as error:
+    except (LaunchFailed, RequestFailed, EndpointLost) as error:
         _say(str(error))
         return 1
     print(f"The tables are in {options.out / report.REPORT}, the curves beside it.")

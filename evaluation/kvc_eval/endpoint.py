@@ -9,6 +9,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import httpx
+from kvc_server.generate import sampling_params
 
 from kvc_eval.sample import Sample
 from sgl_kvc.spec import CUSTOM_PARAM
@@ -139,11 +140,7 @@ class Endpoint:
         body = {
             "text": [question.sample.prompt for question in questions],
             "sampling_params": [
-                {
-                    "temperature": 0,
-                    "max_new_tokens": question.sample.max_tokens,
-                    "custom_params": {CUSTOM_PARAM: question.knob},
-                }
+                sampling_params(question.knob, max_new_tokens=question.sample.max_tokens)
                 for question in questions
             ],
         }

@@ -1,4 +1,4 @@
-"""The gateways the tests share, started when first needed."""
+"""A gateway without a worker, started when first needed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import httpx
 import pytest
-from kvc_server.process import reserved_port
+from kvc_server.launch import reserved_port
 
 from tests.gateways import Gateway, serve
 

@@ -293,10 +293,10 @@ def test_what_serve_prints_works_as_pasted(gateway: Gateway) -> None:
 
 
 def test_demo_asks_and_prints(gateway: Gateway) -> None:
-    with httpx.Client(timeout=60) as http:
-        answers = {rate: ask(http, gateway.url, PROMPT.text, rate) for rate in (1, 8)}
+    with gateway.client(timeout=60) as http:
+        answers = {rate: ask(http, PROMPT.text, rate) for rate in (1, 8)}
         with pytest.raises(DemoFailed, match="rate 0"):
-            ask(http, gateway.url, PROMPT.text, 0)
+            ask(http, PROMPT.text, 0)
     assert [answer.text.split() for answer in answers.values()] == [PROMPT.answer.split()] * 2
     assert 0 < answers[8].first_token < 60
     with io.StringIO() as out:

@@ -10,8 +10,8 @@ from kvc_recall.tasks import sample
 from transformers import AutoTokenizer
 
 from bench.offline import MaskedModel, prompt_tokens
-from bench.serving import sglang
 from sgl_kvc.spec import parse
+from tests.servers import sglang
 
 TASKS = ("needles32", "questions8", "copy32", "chains")
 KNOBS = {
