@@ -21,7 +21,6 @@ from sgl_kvc.spec import SpecError, parse_rate
 LIBRARIES = ("matplotlib", "rapidfuzz", "rouge_score", "scipy", "wonderwords")
 METRICS = ("accuracy", "edit_similarity", "f1", "numbers", "rouge_l")
 DEFAULT_LENGTH = {"recall": 1024, "ruler": 4096, "longbench": 0}
-DEFAULT_N = 200
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:

@@ -17,7 +17,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from kvc_eval import provenance, report, results, suites
-from kvc_eval.cli import DEFAULT_N
 from kvc_eval.embedded import embedded
 from kvc_eval.endpoint import Endpoint, RequestFailed
 from kvc_eval.grid import AFTER, INSIDE, QUESTIONS, Grid
@@ -25,6 +24,8 @@ from kvc_eval.measure import EndpointLost, Load, measure
 from kvc_eval.sample import Suite
 from kvc_eval.store import Store
 from sgl_kvc.spec import PRESETS
+
+_DEFAULT_N = 200
 
 
 def run(options: argparse.Namespace, worker_args: tuple[str, ...]) -> int:
@@ -110,7 +111,7 @@ async def _grid(endpoint: Endpoint, suite: Suite, options: argparse.Namespace) -
     else:
         questions = (INSIDE,)
         _say(f"{endpoint.url} does not report kv_compression; only uncompressed answers follow")
-    n = options.n or suite.size or DEFAULT_N
+    n = options.n or suite.size or _DEFAULT_N
     if suite.size is not None and n > suite.size:
         raise SettingsError(f"--n: {options.data} has {suite.size} rows (asked for {n})")
     return Grid(

@@ -50,17 +50,18 @@ def _cell(
     cell: Cell, answered: list[Record], tasks: tuple[str, ...], failed: int
 ) -> dict[str, Any]:
     before, after = _mean(answered, "before"), _mean(answered, "after")
-    by_task = {task: [r.score for r in answered if r.task == task] for task in tasks}
+    scored = [(record.task, record.score) for record in answered if record.score is not None]
+    by_task = {task: [score for of, score in scored if of == task] for task in tasks}
     return {
         **cell._asdict(),
-        **_score([record.score for record in answered]),
+        **_score([score for _, score in scored]),
         "failed": failed,
         "skipped": sum(record.skipped is not None for record in answered),
         "prompt_tokens": _mean(answered, "prompt_tokens"),
         "question_tokens": _mean(answered, "question_tokens"),
         "bytes_before": before,
         "bytes_after": after,
-        "kept": round(after / before, 5) if before else None,
+        "kept": round(after / before, 5) if before and after is not None else None,
         "tasks": {task: _score(scores) for task, scores in by_task.items() if scores},
     }
 

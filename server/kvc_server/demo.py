@@ -14,7 +14,7 @@ from typing import Any
 
 import httpx
 from rich import box
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.table import Table
 
 from kvc_server.launch import LaunchFailed, gateway, launched
@@ -91,7 +91,7 @@ def _stream(
         "kv_compression": {"rate": rate},
         "cache_salt": f"rate {rate}",  # no prefix hits: every rate pays for its own prefill
     }
-    words, report = "", {}
+    words, report = "", dict[str, Any]()
     begin = first = last = time.perf_counter()
     with client.stream("POST", "/v1/chat/completions", json=body | limits) as response:
         if response.status_code != 200:
@@ -114,11 +114,12 @@ def table(answers: dict[int, Answer], expected: str) -> Table:
         box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=0,
         title="KVs kept per head, KiB of cache, time to first token", title_justify="left",
     )  # fmt: skip
-    for heading, side in (
+    columns: tuple[tuple[str, JustifyMethod], ...] = (
         ("rate", "right"), ("answer", "left"), ("", "left"), ("\nmean", "right"),
         ("KVs\nmin", "right"), ("\nmax", "right"), ("KiB\nbefore", "right"),
         ("\nafter", "right"), ("first\nms", "right"), ("tokens\nper s", "right"),
-    ):  # fmt: skip
+    )  # fmt: skip
+    for heading, side in columns:
         out.add_column(heading, justify=side, no_wrap=True, overflow="ellipsis")
     for rate, answer in answers.items():
         text = textwrap.shorten(answer.text, 24, placeholder=" ...")

@@ -158,7 +158,7 @@ def _json(text: str, where: str) -> dict[str, Any]:
 
 def _text(row: dict[str, Any], field: str, where: str) -> str:
     value = row.get(field)
-    if not _is_text(value):
+    if not isinstance(value, str):
         raise SettingsError(f"{where}: {field} must be a string")
     return value
 

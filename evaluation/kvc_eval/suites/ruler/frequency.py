@@ -52,7 +52,7 @@ def frequent(words: int, rng: Random) -> Sample:
     """
     if words < _LEAST_CODED_WORDS:
         raise ValueError(f"a text of {words} coded words has no clear order")
-    counts = []
+    counts: list[int] = []
     while not counts or counts[-1] > 0:
         counts.append(int(words / _ZETA_2 / (len(counts) + 1) ** 2))
     coded = ["...", *_coded(len(counts) - 1, rng)]
