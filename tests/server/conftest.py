@@ -1,4 +1,4 @@
-"""A gateway without a worker, started when first needed."""
+"""OpenAI's client of the gateway, and a gateway without a worker; made when first needed."""
 
 from __future__ import annotations
 
@@ -7,10 +7,16 @@ import time
 from collections.abc import Iterator
 
 import httpx
+import openai
 import pytest
 from kvc_server.launch import reserved_port
 
 from tests.gateways import Gateway, serve
+
+
+@pytest.fixture(scope="module")
+def client(gateway: Gateway) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0)
 
 
 @pytest.fixture(scope="session")
