@@ -28,6 +28,7 @@ test: install  ## everything
 
 lint: install
 	$(BIN)/ruff check .
+	$(BIN)/mypy
 
 bench: install  ## running batch and throughput at a fixed pool, off and on
 	$(BIN)/python -m bench.throughput --plain --out bench/results/throughput.json

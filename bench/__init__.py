@@ -1,1 +1,1 @@
-"""The throughput harness, the servers of the tests, and recorded results."""
+"""The throughput harness, what a policy costs, everything to measure on a GPU; results."""

@@ -4,7 +4,7 @@
 
 prints the share of answers that are right, for each knob on the same prompts. No server is
 needed, so this is the quick way to try a scorer or its parameters; what the engine answers is the
-same (tests/engine/test_offline.py).
+same (tests/bench/test_offline.py).
 """
 
 from __future__ import annotations

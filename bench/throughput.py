@@ -20,11 +20,12 @@ import time
 from pathlib import Path
 
 import httpx
+from kvc_server.generate import generate_body
+from kvc_server.launch import Server, launched, sglang
 from rich.console import Console
 from rich.table import Table
 
 from bench.machine import describe
-from bench.serving import STRICT, Server, generate_body, sglang
 
 PLAIN = "plain SGLang"
 
@@ -86,16 +87,15 @@ def run(args: argparse.Namespace) -> dict:
     config = json.loads((Path(args.model) / "config.json").read_text())
     load = Load(args.requests, args.input_tokens, args.output_tokens, config["vocab_size"])
     common = ("--max-total-tokens", str(args.pool), "--decode-log-interval", "1")
-    fast = dict.fromkeys(STRICT, "0")
     rounds: dict[str, list[Round]] = {f"rate {rate:g}": [] for rate in args.rates}
     with contextlib.ExitStack() as stack:
-        server = stack.enter_context(sglang(args.model, *common, **fast))
+        ours = sglang(args.model, "--attention-backend", "kvc", *common)
+        server = stack.enter_context(launched(ours))
         plain = None
         if args.plain:
             rounds = {PLAIN: []} | rounds
-            plain = stack.enter_context(
-                sglang(args.model, *common, "--page-size", "16", backend="torch_native", **fast)
-            )
+            theirs = ("--attention-backend", "torch_native", "--page-size", "16")
+            plain = stack.enter_context(launched(sglang(args.model, *theirs, *common)))
         for number in range(args.rounds + 1):  # the first warms up
             for rate, name in zip(args.rates, (f"rate {r:g}" for r in args.rates), strict=True):
                 result = asyncio.run(measure(server, load, rate, number))

@@ -5,9 +5,12 @@ from __future__ import annotations
 import importlib
 import os
 import pkgutil
+from collections.abc import Iterator
 
 import pytest
 import torch
+
+from tests.gateways import Gateway, serve
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -36,3 +39,13 @@ def kernels(device, monkeypatch) -> None:
         from tests.kernels.gpu import emulated
 
         emulated.install(monkeypatch)
+
+
+@pytest.fixture(scope="session")
+def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
+    """A gateway and a worker with the embedded model, ready."""
+    pool = ("--max-total-tokens", "16384", "--max-running-requests", "16")
+    log = tmp_path_factory.mktemp("gateway") / "log"
+    with serve(log, "--max-rate", "64", "--", *pool) as running:
+        running.wait_ready()
+        yield running

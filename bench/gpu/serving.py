@@ -13,9 +13,7 @@ import dataclasses
 import importlib.metadata
 import importlib.util
 import itertools
-import json
 import os
-import re
 import statistics
 import subprocess
 import sys
@@ -24,29 +22,18 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from random import Random
 
 import torch
 
 from bench.gpu import models
+from bench.gpu.load import Load, measure
 from bench.gpu.records import Records
 
 ROOT = Path(__file__).parents[2]
 #: Weights to invent and CUDA graphs to capture.
 _START_TIMEOUT_S = 420
-_ROUND_TIMEOUT_S = 1800
 #: Where SGLang looks for us.
 _PLUGINS = "sglang.srt.plugins"
-
-
-@dataclasses.dataclass(frozen=True)
-class Load:
-    """What one round sends, all at once; no prompt shares a prefix with another."""
-
-    requests: int
-    input_tokens: int
-    output_tokens: int
-    vocabulary: int
 
 
 def run(records: Records, part: str, args: argparse.Namespace) -> None:
@@ -55,9 +42,6 @@ def run(records: Records, part: str, args: argparse.Namespace) -> None:
     if missing:
         records.add(part, status="skipped", reason=f"{', '.join(missing)} cannot be imported")
         return
-    from bench import serving
-
-    serving.START_TIMEOUT_S = _START_TIMEOUT_S
     with tempfile.TemporaryDirectory() as folder:
         bench = Bench(records, args, Path(folder))
         if part == "serving":
@@ -200,11 +184,11 @@ class Bench:
 
     def _server(self, pool: int, ours: bool) -> AbstractContextManager:
         """SGLang on the dummy model, as it comes or with the plugin; killed on exit."""
-        from bench.serving import STRICT, launched
+        from kvc_server.launch import launched, sglang
 
         arguments = ["--load-format", "dummy", "--skip-tokenizer-init"]
         arguments += ["--decode-log-interval", "1", "--incremental-streaming-output"]
-        env = dict.fromkeys(STRICT, "0") | self._installed
+        env = dict(self._installed)
         on_cpu = not torch.cuda.is_available()
         if pool or on_cpu:  # there, all memory is other processes' as well
             arguments += ["--max-total-tokens", str(pool or 8192)]
@@ -216,7 +200,8 @@ class Bench:
             env["SGLANG_PLUGINS"] = "none"
         if on_cpu:
             env["TRITON_INTERPRET"] = "0"
-        return launched(self._model, *arguments, **env)
+        program = sglang(self._model, *arguments)
+        return launched(program, env=env, within_s=_START_TIMEOUT_S)
 
 
 def source_tree(folder: Path) -> dict[str, str]:
@@ -231,71 +216,3 @@ def source_tree(folder: Path) -> dict[str, str]:
         )  # fmt: skip
         paths.append(str(folder))
     return {"PYTHONPATH": os.pathsep.join([*paths, os.environ.get("PYTHONPATH", "")])}
-
-
-async def measure(server, load: Load, rate: float | None) -> dict:
-    """Send all requests, wait for the last: latencies over requests, tokens over all of it."""
-    seen = len(server.log.read_text())
-    async with server.async_client(timeout=_ROUND_TIMEOUT_S) as client:
-        (await client.post("/flush_cache", params={"timeout": 30})).raise_for_status()
-        bodies = [_body(load, rate, seed) for seed in range(load.requests)]
-        begin = time.perf_counter()
-        answers = await asyncio.gather(*(_times(client, body) for body in bodies))
-        seconds = time.perf_counter() - begin
-    log = server.log.read_text()[seen:]
-    batches = [int(number) for number in re.findall(r"#running-req: (\d+)", log)]
-    times = [arrivals for _, arrivals in answers]
-    ends = [answer for answer, _ in answers]
-    if any(end["meta_info"]["completion_tokens"] != load.output_tokens for end in ends):
-        raise RuntimeError("a request ended early")
-    first = [arrivals[0] - begin for arrivals in times]
-    gaps = sorted(b - a for arrivals in times for a, b in itertools.pairwise(arrivals))
-    each = [
-        (arrivals[-1] - arrivals[0]) / (load.output_tokens - 1)
-        for arrivals in times
-        if load.output_tokens > 1
-    ]
-    full = sorted(  # while every request is generating
-        b - a
-        for arrivals in times
-        for a, b in itertools.pairwise(arrivals)
-        if a >= max(t[0] for t in times) and b <= min(t[-1] for t in times)
-    )
-    achieved = [end.get("kv_compression", {}).get("rate_achieved") for end in ends]
-    return {
-        "seconds": seconds,
-        "tokens_per_s": load.requests * load.output_tokens / seconds,
-        "ttft_ms": 1e3 * statistics.median(first),
-        "ttft_p99_ms": 1e3 * sorted(first)[int(0.99 * (len(first) - 1))],
-        "itl_ms": 1e3 * statistics.median(each),  # of a request's mean, pauses included
-        "gap_ms": 1e3 * statistics.median(gaps),
-        "gap_p99_ms": 1e3 * gaps[int(0.99 * (len(gaps) - 1))],
-        "gap_full_batch_ms": 1e3 * statistics.median(full) if full else None,
-        "largest_batch": max(batches, default=None),
-        "rate_achieved": None if None in achieved else statistics.mean(achieved),
-    }
-
-
-async def _times(client, body: dict) -> tuple[dict, list[float]]:
-    """The last chunk of a streamed answer, and when each chunk came."""
-    arrivals, last = [], ""
-    async with client.stream("POST", "/generate", json=body) as response:
-        if response.status_code != 200:
-            raise RuntimeError(f"{response.status_code}: {(await response.aread())[:500]!r}")
-        async for line in response.aiter_lines():
-            if line.startswith("data: ") and line != "data: [DONE]":
-                arrivals.append(time.perf_counter())
-                last = line[6:]
-    answer = json.loads(last)
-    if "error" in answer:
-        raise RuntimeError(str(answer["error"])[:500])
-    return answer, arrivals
-
-
-def _body(load: Load, rate: float | None, seed: int) -> dict:
-    from bench.serving import generate_body
-
-    ids = Random(seed).choices(range(16, load.vocabulary), k=load.input_tokens)
-    knob = None if rate is None else {"rate": rate}
-    sampling = {"max_new_tokens": load.output_tokens, "ignore_eos": True}
-    return generate_body(ids, knob, **sampling) | {"stream": True}

@@ -13,8 +13,10 @@ import logging
 import time
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
+from torch import nn
 
 from . import model_path
 from .tasks import TASKS, Prompt, sample
@@ -25,7 +27,7 @@ logger = logging.getLogger("kvc_recall.evaluate")
 HELD_OUT = "held out"
 
 
-def held_out(task: str, length: int, index: int, **options) -> Prompt:
+def held_out(task: str, length: int, index: int, **options: Any) -> Prompt:
     """Prompt number `index` of a task, from a random stream of its own.
 
     Training seeds its one stream with an integer; this one is seeded with a string.
@@ -34,7 +36,7 @@ def held_out(task: str, length: int, index: int, **options) -> Prompt:
 
 
 @torch.inference_mode()
-def complete(model, prompts: list[str], most: int) -> list[str]:
+def complete(model: nn.Module, prompts: list[str], most: int) -> list[str]:
     """Greedy completions of prompts of one length, each cut before its `<eos>`.
 
     `prompts` are user messages. Decodes `most` tokens at most, fewer if all rows have ended.
@@ -53,7 +55,7 @@ def complete(model, prompts: list[str], most: int) -> list[str]:
 
 
 @torch.inference_mode()
-def recalled(model, prompts: list[Prompt]) -> list[bool]:
+def recalled(model: nn.Module, prompts: list[Prompt]) -> list[bool]:
     """Whether each answer is the greedy completion, in one pass and without decoding.
 
     It is if every token of it, `<eos>` included, is the likeliest after those before it.
@@ -69,7 +71,13 @@ def recalled(model, prompts: list[Prompt]) -> list[bool]:
 
 
 def accuracy(
-    model, task: str, length: int, n: int, batch: int = 16, first: int = 0, **options
+    model: nn.Module,
+    task: str,
+    length: int,
+    n: int,
+    batch: int = 16,
+    first: int = 0,
+    **options: Any,
 ) -> dict:
     """Share of held-out prompts `first` to `first + n` answered exactly, and of their parts."""
     exact = parts = asked = 0

@@ -6,6 +6,7 @@ carry short codes and few facts; all quantities are drawn to fill a row of the g
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from random import Random
 
@@ -172,7 +173,7 @@ KINDS = {
 }  # fmt: skip
 
 
-def _tokens(prompt_turns) -> int:
+def _tokens(prompt_turns: Iterable[Turn]) -> int:
     return sum(words(t.question) + words(t.answer) + 2 for t in prompt_turns)
 
 

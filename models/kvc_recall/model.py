@@ -76,6 +76,9 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Model(nn.Module):
     """Token ids `[B, T]` to final hidden states `[B, T, width]`; `logits` reads them out."""
 
+    cos: Tensor
+    sin: Tensor
+
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.shape = shape

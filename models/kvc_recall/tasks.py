@@ -11,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from random import Random
+from typing import Any
 
 from .vocabulary import (
     ADJECTIVES,
@@ -231,7 +232,7 @@ TASKS: dict[str, tuple[Callable[..., Facts], dict]] = {
 }
 
 
-def sample(task: str, length: int, rng: Random, **options) -> Prompt:
+def sample(task: str, length: int, rng: Random, **options: Any) -> Prompt:
     """A prompt of exactly `length` tokens once rendered by the chat template.
 
     `options` override the task's own (see its function), such as `needles=16`, `value_words=2`.

@@ -15,6 +15,7 @@ from collections import defaultdict
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from random import Random
+from typing import Any
 
 import torch
 import torch._dynamo
@@ -183,7 +184,7 @@ class Trainer:
         """Average the gradients in place, and `counts`, over the workers."""
         if self.workers == 1:
             return counts
-        grads = [p.grad for p in self.model.parameters()]
+        grads = [p.grad for p in self.model.parameters() if p.grad is not None]
         flat = torch.cat([g.flatten() for g in grads] + [counts])
         torch.distributed.all_reduce(flat)
         flat /= self.workers
@@ -232,7 +233,7 @@ def run(rank: int, args: argparse.Namespace) -> None:
         trainer.load(torch.load(args.resume, weights_only=False))
     started = time.time()
 
-    def record(**fields) -> None:
+    def record(**fields: Any) -> None:
         if rank:
             return
         fields |= {"wall_s": round(time.time() - started, 1)}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -87,7 +87,7 @@ def create_app(settings: Settings) -> FastAPI:
 
     for path in INFERENCE:
         app.add_api_route(path, infer, methods=["POST"])
-    others = (models, kv_policies, health, readiness, metrics_text)
+    others: tuple[Callable[..., Any], ...] = (models, kv_policies, health, readiness, metrics_text)
     for path, endpoint in zip(OTHERS, others, strict=True):
         app.add_api_route(path, endpoint, methods=["GET"])
     return app

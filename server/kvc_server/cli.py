@@ -8,7 +8,6 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 
-from kvc_server.evaluation.options import add_options
 from kvc_server.plan import PlanError
 from kvc_server.settings import SettingsError
 from sgl_kvc import __version__
@@ -157,8 +156,8 @@ def _add_profile(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_eval(parser: argparse.ArgumentParser) -> None:
-    add_options(parser)
-    parser.set_defaults(run=_lazily("kvc_server.evaluation.command"))
+    importlib.import_module("kvc_eval.cli").add_options(parser)  # by name: it is built on us
+    parser.set_defaults(run=_lazily("kvc_eval.cli"))
 
 
 if __name__ == "__main__":

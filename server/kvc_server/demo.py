@@ -5,31 +5,27 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import subprocess
 import sys
 import textwrap
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from random import Random
 from typing import Any
 
 import httpx
 from rich import box
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.table import Table
 
-from kvc_server.process import reserved_port, terminate
+from kvc_server.launch import LaunchFailed, gateway, launched
 from kvc_server.settings import SettingsError
 
 RATES = (1, 4, 8, 16, 32)
-_READY_WITHIN_S = 300
-_STOP_WITHIN_S = 15
 _TIMED_TOKENS = 64
 
 
 class DemoFailed(Exception):
-    """The server did not start, or answered an error."""
+    """The server answered an error."""
 
 
 @dataclasses.dataclass
@@ -54,14 +50,16 @@ def run(options: argparse.Namespace, worker_args: tuple[str, ...]) -> int:
         raise SettingsError(f"--tokens: {error}") from None
     console = Console()
     console.print(f"Starting a server to ask one question about {options.tokens:,} tokens ...")
+    level = "info" if options.verbose else "warning"
+    program = gateway("--log-level", level, "--", *worker_args)
     try:
-        with _server(worker_args, options.verbose) as url, httpx.Client(timeout=120) as client:
+        with launched(program, verbose=options.verbose) as server, server.client(120) as client:
             other = sample("needles8", options.tokens, Random(options.seed + 1))
             for rate in (1, RATES[-1]):  # warm up on another document; not shown
-                ask(client, url, other.text, rate)
-            answers = {rate: ask(client, url, prompt.text, rate) for rate in RATES}
-    except (DemoFailed, httpx.HTTPError) as error:
-        print(f"sgl-kvc demo: {error}; --verbose shows the server's log", file=sys.stderr)
+                ask(client, other.text, rate)
+            answers = {rate: ask(client, prompt.text, rate) for rate in RATES}
+    except (LaunchFailed, DemoFailed, httpx.HTTPError) as error:
+        print(f"sgl-kvc demo: {error}", file=sys.stderr)
         return 1
     question = prompt.text.rsplit(" . ", 1)[-1]
     console.print(f"{question}  (expected: {prompt.answer})")
@@ -69,17 +67,20 @@ def run(options: argparse.Namespace, worker_args: tuple[str, ...]) -> int:
     return 0
 
 
-def ask(client: httpx.Client, url: str, text: str, rate: float) -> Answer:
-    """One streamed chat completion, then a longer one that times decoding. Raises DemoFailed."""
-    answer, report, first_token, _ = _stream(client, url, text, rate, {"max_tokens": 32})
+def ask(client: httpx.Client, text: str, rate: float) -> Answer:
+    """One streamed chat completion, then a longer one that times decoding. Raises DemoFailed.
+
+    `client` has the gateway's URL as its base.
+    """
+    answer, report, first_token, _ = _stream(client, text, rate, {"max_tokens": 32})
     long = {"max_tokens": _TIMED_TOKENS, "ignore_eos": True}
-    *_, decoding = _stream(client, url, text, rate, long)
+    *_, decoding = _stream(client, text, rate, long)
     speed = (_TIMED_TOKENS - 1) / decoding if decoding > 0 else 0.0
     return Answer(answer, report, first_token, speed)
 
 
 def _stream(
-    client: httpx.Client, url: str, text: str, rate: float, limits: dict[str, Any]
+    client: httpx.Client, text: str, rate: float, limits: dict[str, Any]
 ) -> tuple[str, dict[str, Any], float, float]:
     """Answer, report, and seconds to the first token and from there to the last."""
     body = {
@@ -90,9 +91,9 @@ def _stream(
         "kv_compression": {"rate": rate},
         "cache_salt": f"rate {rate}",  # no prefix hits: every rate pays for its own prefill
     }
-    words, report = "", {}
+    words, report = "", dict[str, Any]()
     begin = first = last = time.perf_counter()
-    with client.stream("POST", f"{url}/v1/chat/completions", json=body | limits) as response:
+    with client.stream("POST", "/v1/chat/completions", json=body | limits) as response:
         if response.status_code != 200:
             raise DemoFailed(f"rate {rate}: {response.read().decode()}")
         for chunk in _events(response):
@@ -113,11 +114,12 @@ def table(answers: dict[int, Answer], expected: str) -> Table:
         box=box.SIMPLE_HEAD, pad_edge=False, show_edge=False, padding=0,
         title="KVs kept per head, KiB of cache, time to first token", title_justify="left",
     )  # fmt: skip
-    for heading, side in (
+    columns: tuple[tuple[str, JustifyMethod], ...] = (
         ("rate", "right"), ("answer", "left"), ("", "left"), ("\nmean", "right"),
         ("KVs\nmin", "right"), ("\nmax", "right"), ("KiB\nbefore", "right"),
         ("\nafter", "right"), ("first\nms", "right"), ("tokens\nper s", "right"),
-    ):  # fmt: skip
+    )  # fmt: skip
+    for heading, side in columns:
         out.add_column(heading, justify=side, no_wrap=True, overflow="ellipsis")
     for rate, answer in answers.items():
         text = textwrap.shorten(answer.text, 24, placeholder=" ...")
@@ -137,34 +139,3 @@ def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
     for line in response.iter_lines():
         if line.startswith("data:") and line[5:].strip() != "[DONE]":
             yield json.loads(line[5:])
-
-
-@contextmanager
-def _server(worker_args: tuple[str, ...], verbose: bool) -> Iterator[str]:
-    """`sgl-kvc serve` on a free port, stopped afterwards. Raises DemoFailed."""
-    output = None if verbose else subprocess.DEVNULL
-    with reserved_port() as port:
-        command = [sys.executable, "-m", "kvc_server.cli", "serve", "--port", str(port)]
-        command += ["--log-level", "info" if verbose else "warning"]
-        command += ["--", *worker_args]
-        server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=output)
-        url = f"http://127.0.0.1:{port}"
-        try:
-            _wait_ready(server, url)
-            yield url
-        finally:
-            terminate(server, _STOP_WITHIN_S)
-
-
-def _wait_ready(server: subprocess.Popen[bytes], url: str) -> None:
-    deadline = time.monotonic() + _READY_WITHIN_S
-    while time.monotonic() < deadline:
-        if server.poll() is not None:
-            raise DemoFailed("the server did not start")
-        try:
-            if httpx.get(f"{url}/readiness", timeout=30).status_code == 200:
-                return
-        except httpx.HTTPError:
-            pass
-        time.sleep(0.5)
-    raise DemoFailed(f"the server was not ready within {_READY_WITHIN_S} s")

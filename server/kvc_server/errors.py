@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import json
 import re
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from typing import Any
 
 import httpx
@@ -148,7 +148,9 @@ async def _bug(_: Request, error: Exception) -> Response:
     return ApiError(500, f"the gateway failed: {type(error).__name__}").to_response()
 
 
-HANDLERS: dict[Any, Callable[[Request, Exception], Awaitable[Response]]] = {
+Handler = Callable[[Request, Any], Coroutine[Any, Any, Response]]
+
+HANDLERS: dict[int | type[Exception], Handler] = {
     ApiError: _api_error,
     httpx.HTTPError: _transport,
     HTTPException: _http,

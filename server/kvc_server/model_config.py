@@ -84,9 +84,9 @@ def refuse_unsupported(config: Mapping[str, Any]) -> None:
     for kind in sorted(other):
         what = "sliding-window" if "sliding" in kind or "chunk" in kind else "state-space or linear"
         raise PlanError(f"{name} is not supported: {what} layers ({kind} in layer_types)")
-    if not other and (field := _window(config)):
+    if not other and (window := _window(config)):
         raise PlanError(
-            f"{name} is not supported: sliding-window attention ({field}) already drops KVs"
+            f"{name} is not supported: sliding-window attention ({window}) already drops KVs"
         )
     if config.get("is_encoder_decoder"):
         raise PlanError(f"{name} is not supported: encoder-decoder models have two caches")

@@ -1,52 +1,21 @@
-"""The operating-system side of the worker: its process group, its log, its end."""
+"""The worker's process as the gateway supervises it: its log, its end, what is left of it."""
 
 from __future__ import annotations
 
 import asyncio
 import collections
 import contextlib
-import ctypes
-import os
-import signal
-import socket
-import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 
 import psutil
 
-_PR_SET_PDEATHSIG = 1
+from kvc_server.launch import child_options, how_ended, kill_group
+
 _KEPT_LINES = 400
 _ENGINE_PREFIX = "sglang::"  # SGLang names its schedulers and detokenizers so
 _LOOK_INTERVAL_S = 0.25
-
-
-@contextlib.contextmanager
-def reserved_port() -> Iterator[int]:
-    """A loopback TCP port for a server that the caller starts.
-
-    It stays bound here until the context ends, so nobody else is given it while that server
-    starts. On Linux the server can bind it all the same: both ask for SO_REUSEADDR, and only one
-    of them listens.
-    """
-    with socket.socket() as holder:
-        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        holder.bind(("127.0.0.1", 0))
-        port = holder.getsockname()[1]
-        if not sys.platform.startswith("linux"):
-            holder.close()
-        yield port
-
-
-def terminate(process: subprocess.Popen, within_s: float) -> None:
-    """Ask a process to end, and kill it if it has not `within_s` seconds later."""
-    process.send_signal(signal.SIGTERM)
-    try:
-        process.wait(within_s)
-    except subprocess.TimeoutExpired:
-        process.kill()
-        process.wait()
 
 
 class WorkerProcess:
@@ -71,12 +40,9 @@ class WorkerProcess:
         metrics_dir = tempfile.TemporaryDirectory(prefix="kvc-metrics-", ignore_cleanup_errors=True)
         process = await asyncio.create_subprocess_exec(
             *command,
-            stdin=asyncio.subprocess.DEVNULL,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            start_new_session=True,
-            preexec_fn=die_with_parent(),
-            env=os.environ | {"PROMETHEUS_MULTIPROC_DIR": metrics_dir.name},
+            **child_options({"PROMETHEUS_MULTIPROC_DIR": metrics_dir.name}),
         )
         return cls(process, metrics_dir)
 
@@ -87,7 +53,7 @@ class WorkerProcess:
 
     async def wait(self) -> str:
         """Wait for the HTTP server's process to end; how it ended."""
-        return _exit(await self._process.wait())
+        return how_ended(await self._process.wait())
 
     async def wait_broken(self) -> str:
         """Wait until a process that serving needs has ended; which one, and how it is known.
@@ -109,8 +75,7 @@ class WorkerProcess:
 
     async def kill(self) -> None:
         """End every process of the group at once and collect what they left. Idempotent."""
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        kill_group(self._process.pid)
         await self._process.wait()
         await self._log
         self._metrics_dir.cleanup()
@@ -152,26 +117,3 @@ def _alive(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.Error:
         return False
-
-
-def _exit(code: int) -> str:
-    if code >= 0:
-        return f"exit code {code}"
-    with contextlib.suppress(ValueError):
-        return signal.Signals(-code).name
-    return f"signal {-code}"
-
-
-def die_with_parent() -> Callable[[], None] | None:
-    """What the child runs before exec, so that no worker outlives a killed gateway (Linux)."""
-    if not sys.platform.startswith("linux"):
-        return None
-    prctl = ctypes.CDLL(None, use_errno=True).prctl
-    parent = os.getpid()
-
-    def ask_kernel() -> None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # died between fork and prctl
-            os._exit(1)
-
-    return ask_kernel

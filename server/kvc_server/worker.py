@@ -6,15 +6,15 @@ import asyncio
 import contextlib
 import logging
 import re
-import sys
 import time
 from typing import Protocol
 
 import httpx
 
 from kvc_server.errors import ApiError, worker_down
+from kvc_server.launch import reserved_port, sglang
 from kvc_server.metrics import Metrics
-from kvc_server.process import WorkerProcess, reserved_port
+from kvc_server.process import WorkerProcess
 from kvc_server.settings import Settings
 
 log = logging.getLogger(__name__)
@@ -110,10 +110,7 @@ class LocalWorker:
 
     def command(self, port: int) -> list[str]:
         """The command line of the worker; the user's arguments stand last and win."""
-        return [
-            sys.executable, "-m", "sglang.launch_server", "--model-path", self._model_path,
-            "--host", "127.0.0.1", "--port", str(port), *WORKER_ARGS, *self._extra,
-        ]  # fmt: skip
+        return sglang(self._model_path, *WORKER_ARGS, *self._extra).command(port)
 
     def url(self) -> str:
         if self._serving_url is None or self._process is None or not self._process.running:

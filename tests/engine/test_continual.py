@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 import httpx
 import pytest
 
-from bench.serving import assert_no_leak
 from tests.engine.conftest import prompt
+from tests.servers import assert_no_leak
 
 BLOCK = 16
 

@@ -10,14 +10,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from kvc_server.process import reserved_port
+from kvc_server import launch
 from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.server_args import ServerArgs
 
-from bench.serving import START_TIMEOUT_S, assert_no_leak, kill, popen, sglang
 from sgl_kvc.attention.support import UnsupportedError, check_device, check_model, check_server
 from tests import tiny_models
 from tests.engine.conftest import prompt
+from tests.servers import assert_no_leak, sglang
 
 
 @pytest.mark.parametrize(
@@ -232,12 +232,8 @@ def copy_with(args: ServerArgs, options: dict) -> ServerArgs:
 def test_a_refused_server_stops_and_says_why(tmp_path, changes, backends, sentence):
     folder = _edit(tiny_models.write(tmp_path / "model"), **changes)
     log = tmp_path / "log"
-    with reserved_port() as port:
-        process = popen(folder, port, log, *backends)
-        try:
-            assert process.wait(START_TIMEOUT_S) != 0
-        finally:
-            kill(process)
+    with launch.started(launch.sglang(folder, *backends), log=log) as server:
+        assert server.process.wait(180) != 0
     said = [line for line in log.read_text().splitlines() if "sgl-kvc cannot serve" in line]
     assert said, log.read_text()[-3000:]
     assert sentence in said[0]

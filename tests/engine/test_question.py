@@ -6,9 +6,10 @@ import math
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
+from kvc_server.generate import generate_body
 
-from bench.serving import assert_no_leak, generate_body
 from tests.engine.conftest import prompt
+from tests.servers import assert_no_leak
 
 BLOCK = 16
 

@@ -8,9 +8,10 @@ import random
 import re
 
 import httpx
+from kvc_server.generate import generate_body
 
-from bench.serving import assert_no_leak, generate_body
 from tests.engine.conftest import prompt
+from tests.servers import assert_no_leak
 
 REQUESTS, AT_A_TIME = 500, 32
 KNOBS = [

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bench.serving import Server, assert_no_leak, sglang
 from tests.engine.conftest import prompt
+from tests.servers import Engine, assert_no_leak, sglang
 
 KNOBS = [
     None,
@@ -16,7 +16,7 @@ KNOBS = [
 ]
 
 
-def answers(server: Server) -> list[dict]:
+def answers(server: Engine) -> list[dict]:
     found = [
         server.generate(prompt(200, seed=seed), knob, max_new_tokens=24, ignore_eos=True)
         for seed, knob in enumerate(KNOBS)

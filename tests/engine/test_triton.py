@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from bench.serving import Server, assert_no_leak, sglang
 from tests import tiny_models
 from tests.engine.conftest import prompt
+from tests.servers import Engine, assert_no_leak, sglang
 
 CASES = [
     (None, 70),
@@ -26,7 +26,7 @@ def folder(tmp_path_factory):
     )
 
 
-def answers(server: Server) -> list[dict]:
+def answers(server: Engine) -> list[dict]:
     """Each alone, then the prompt again with what is cached of it."""
     found = []
     for number, (knob, tokens) in enumerate(CASES):

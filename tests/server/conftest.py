@@ -1,4 +1,4 @@
-"""The gateways the tests share, started when first needed."""
+"""OpenAI's client of the gateway, and a gateway without a worker; made when first needed."""
 
 from __future__ import annotations
 
@@ -7,20 +7,16 @@ import time
 from collections.abc import Iterator
 
 import httpx
+import openai
 import pytest
-from gateways import Gateway, serve
-from kvc_server.process import reserved_port
+from kvc_server.launch import reserved_port
 
-POOL_ARGS = ("--max-total-tokens", "16384", "--max-running-requests", "16")
+from tests.gateways import Gateway, serve
 
 
-@pytest.fixture(scope="session")
-def gateway(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
-    """A gateway and a worker with the embedded model, ready."""
-    log = tmp_path_factory.mktemp("gateway") / "log"
-    with serve(log, "--max-rate", "64", "--", *POOL_ARGS) as running:
-        running.wait_ready()
-        yield running
+@pytest.fixture(scope="module")
+def client(gateway: Gateway) -> openai.OpenAI:
+    return openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0)
 
 
 @pytest.fixture(scope="session")

@@ -13,11 +13,11 @@ from pathlib import Path
 
 import psutil
 import pytest
-from gateways import serve
 from kvc_server.cli import main
 from kvc_server.settings import Settings, SettingsError
 
 from tests import tiny_models
+from tests.gateways import serve
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,9 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from gateways import Gateway
 from kvc_server.errors import from_worker
+
+from tests.gateways import Gateway
 
 PATHS = ("/v1/chat/completions", "/v1/completions", "/generate")
 

@@ -6,11 +6,11 @@ import json
 
 import httpx
 import pytest
-from gateways import Gateway
 from kvc_server.cli import main
 from kvc_server.policies import catalogue
 
 from sgl_kvc.spec import DEFAULT_POLICY, PRESETS, SpecError, methods, parse, policy_parameters
+from tests.gateways import Gateway
 
 
 def test_everything_is_listed() -> None:
