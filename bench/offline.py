@@ -18,10 +18,10 @@ import torch
 import torch.nn.functional as F
 from kvc_recall import model_path
 from kvc_recall.tasks import TASKS, sample
+from sgl_kvc.cache.plan import Plan
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from sgl_kvc import profile
-from sgl_kvc.cache.plan import Plan
 from sgl_kvc.policy.base import ModelFacts
 from sgl_kvc.spec import CompressionSpec, parse
 

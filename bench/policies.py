@@ -20,11 +20,11 @@ from random import Random
 import torch
 from kvc_recall import model_path
 from kvc_recall.tasks import sample
+from sgl_kvc.cache.plan import Plan
 from transformers import AutoTokenizer
 
 from bench.machine import describe
 from bench.offline import MaskedModel
-from sgl_kvc.cache.plan import Plan
 from sgl_kvc.spec import PRESETS, parse
 
 

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 import openai
 import pytest
 
-from bench.serving import assert_no_leak, generate_body, sglang
 from tests import tiny_models
+from tests.servers import assert_no_leak, generate_body, sglang
 
 PROMPT = "the quick brown fox jumps over the lazy dog. " * 12
 KNOBS = {"uncompressed": {"rate": 1}, "rate 8": {"rate": 8}}

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from bench.serving import Server, generate_body, sglang
 from tests import tiny_models
 from tests.engine.conftest import prompt
+from tests.servers import Server, generate_body, sglang
 
 IDS = prompt(200, seed=1)
 

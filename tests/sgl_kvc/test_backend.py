@@ -9,13 +9,13 @@ import pytest
 import torch
 from kvc_kernels.decode import decode
 from kvc_kernels.pages import Rows, head_pages
+from sgl_kvc.attention.torch_backend import TorchAttentionBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sgl_kvc.attention.select import VARIABLE, create
 from sgl_kvc.attention.support import UnsupportedError, check_layer
-from sgl_kvc.attention.torch_backend import TorchAttentionBackend
 from sgl_kvc.pool.arena import ArenaKVPool
 
 LAYERS, HEADS, GROUP, DIM, PAGE = 2, 3, 2, 8, 4

@@ -15,13 +15,13 @@ import kvc_kernels.gpu.select
 import kvc_kernels.gpu.store
 import pytest
 import torch
+from sgl_kvc.cache.plan import Plan
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch._subclasses import FakeTensorMode
 
 from sgl_kvc.attention import triton_backend
 from sgl_kvc.cache import continual
-from sgl_kvc.cache.plan import Plan
 from sgl_kvc.cache.radix import CompressingRadixCache
 from sgl_kvc.policy.base import ModelFacts
 from sgl_kvc.pool.arena import ArenaKVPool

@@ -11,14 +11,14 @@ import pytest
 import torch
 from kvc_kernels.gpu.flashinfer_decode import supported
 from kvc_kernels.gpu.flashinfer_prefill import PrefillPlan
+from sgl_kvc.attention.triton_backend import TritonAttentionBackend
+from sgl_kvc.cache.plan import Plan
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sgl_kvc.attention import select
 from sgl_kvc.attention.flashinfer_backend import FlashInferAttentionBackend
-from sgl_kvc.attention.triton_backend import TritonAttentionBackend
-from sgl_kvc.cache.plan import Plan
 from sgl_kvc.pool.arena import ArenaKVPool
 from sgl_kvc.spec import parse
 
