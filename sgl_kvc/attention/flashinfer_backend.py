@@ -14,7 +14,7 @@ from kvc_kernels.gpu.flashinfer_decode import DecodePlan, supported
 from kvc_kernels.gpu.flashinfer_prefill import PrefillPlan, try_out
 from sglang.srt.layers.radix_attention import RadixAttention
 
-from sgl_kvc.attention.backend import KvcAttentionBackend, requests_of
+from sgl_kvc.attention.backend import KvcAttentionBackend
 from sgl_kvc.attention.support import UnsupportedError
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ class FlashInferAttentionBackend(KvcAttentionBackend):
         if forward_batch.forward_mode.is_decode_or_idle():
             self._plan_decode(forward_batch)
             return
-        compressed = any(each is not None and each.segment for each in requests_of(forward_batch))
+        compressed = any(each is not None and each.segment for each in self.requests(forward_batch))
         self._prefill = None if compressed else self._prefills
         if self._prefill is not None:
             self._prefill.plan(
@@ -162,7 +162,7 @@ class FlashInferAttentionBackend(KvcAttentionBackend):
             v.view(-1, layer.tp_v_head_num, layer.v_head_dim),
             self.cache.arena_k,
             self.cache.arena_v,
-            any(each is not None and each.scores for each in requests_of(forward_batch)),
+            any(each is not None and each.scores for each in self.requests(forward_batch)),
         )
 
     def _bytes(self) -> torch.Tensor:

@@ -69,6 +69,7 @@ class CompressingRadixCache(RadixCache):
         self.states.clear()
         self.sharing.clear()
         self.pool.spans.reset()
+        self.pool.requests.clear()
 
     # ------------------------------------------------------------------ a request's life
 
@@ -79,6 +80,7 @@ class CompressingRadixCache(RadixCache):
         """
         request = Request.of(req)
         request.row = req.req_pool_idx
+        self.pool.requests[req.rid] = request
         if request.scores is not None or request.segment is not None:
             return  # a later chunk of the same prompt
         extent, tokens = self._extent(req), request.prompt(req)
@@ -158,8 +160,9 @@ class CompressingRadixCache(RadixCache):
         self._remember_states(req)
         segment = request.segment
         if request.goes_on and request.report is not None and segment is not None:
-            request.report.note_peak(kv_len_to_handle - segment.row_begin + segment.begin)
+            request.report.note_peak(req.kv.kv_allocated_len - segment.row_begin + segment.begin)
         self.pool.spans.clear(row)
+        self.pool.requests.pop(req.rid, None)
         self.sharing.remove(request)
         request.retract()
         if segment is None:

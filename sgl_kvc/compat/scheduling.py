@@ -46,11 +46,6 @@ def begin_prefill(_result: Any, batch) -> None:
             begin(req)
 
 
-def name_requests(forward_batch, _cls, batch, *_args: Any, **_kwargs: Any) -> None:
-    """``ForwardBatch.init_new``: attention finds what we know of each request."""
-    forward_batch.kvc_requests = [getattr(req, "kvc", None) for req in batch.reqs]
-
-
 def compress_due(batch) -> None:
     """``ScheduleBatch.prepare_for_decode``: every KV of the batch is stored or on its way.
 
@@ -157,12 +152,6 @@ HOOKS = (
         f"{_BATCH}.prepare_for_extend",
         "AFTER",
         begin_prefill,
-        "what is scored has to be known before the prefill runs",
-    ),
-    Hook(
-        "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
-        "AFTER",
-        name_requests,
         "the attention backend sees rows, not requests",
     ),
     Hook(
