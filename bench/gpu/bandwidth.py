@@ -11,7 +11,7 @@ from kvc_kernels.gpu.score import window_attention
 from kvc_kernels.gpu.select import kept_positions, rank_pages
 
 from bench.gpu.batches import Ragged, build
-from bench.gpu.kernels import Case, Prompt, Size, compact_arguments, prompt
+from bench.gpu.cases import Case, Prompt, Size, compact_arguments, prompt
 from bench.gpu.records import Records, Skipped, median_ms
 
 #: Rows are requests times KV heads of Llama-3.1-8B.
@@ -78,10 +78,8 @@ def measure_decode(
 ) -> dict:
     """Our decode kernel; `bytes` are those of the keys and values it has to read."""
     made = batch(size, rows, length, skewed, dtype, device)
-    query = _query(size, len(made.request), dtype, device)
-    found = median_ms(
-        lambda: decode(query, made.cache, 0, made.request, made.seq_len, size.dim**-0.5), device
-    )
+    query = _query(size, len(made.batch.request), dtype, device)
+    found = median_ms(lambda: decode(query, made.batch, 0, size.dim**-0.5), device)
     held = made.held.sum().item()
     found["longest"] = made.held.max().item()
     found["bytes"] = 2 * held * size.dim * dtype.itemsize
@@ -97,9 +95,9 @@ def measure_flashinfer(size: Size, rows: int, length: int, dtype: torch.dtype, d
     import flashinfer
 
     made = batch(size, rows, length, False, dtype, device)
-    requests, pages = len(made.request), -(-length // size.page)
+    requests, pages = len(made.batch.request), -(-length // size.page)
     begins = torch.arange(pages, device=device) * size.page
-    indices = made.rows.req_to_token[:, begins] // size.page
+    indices = made.batch.cache.req_to_token[:, begins] // size.page
     whole = torch.arange(requests + 1, dtype=torch.int32, device=device) * pages
     last = torch.full((requests,), length - (pages - 1) * size.page, dtype=torch.int32)
     workspace = torch.zeros(512 << 20, dtype=torch.uint8, device=device)
@@ -109,9 +107,10 @@ def measure_flashinfer(size: Size, rows: int, length: int, dtype: torch.dtype, d
         size.dim, size.page, q_data_type=dtype, kv_data_type=dtype,
     )  # fmt: skip
     query = _query(size, requests, dtype, device)
-    arenas = made.cache.arena_k[:, 0], made.cache.arena_v[:, 0]
+    cache = made.batch.cache
+    arenas = cache.arena_k[:, 0], cache.arena_v[:, 0]
     out = wrapper.run(query, arenas)
-    ours = decode(query, made.cache, 0, made.request, made.seq_len, size.dim**-0.5)[0]
+    ours = decode(query, made.batch, 0, size.dim**-0.5)[0]
     found = median_ms(lambda: wrapper.run(query, arenas), device)
     found["difference_to_ours"] = (out - ours).abs().max().item()
     found["bytes"] = 2 * made.held.sum().item() * size.dim * dtype.itemsize

@@ -1,39 +1,30 @@
-"""Ragged batches of segment and tail at real sizes, built on the device."""
+"""Ragged batches of spans at real sizes, built on the device."""
 
 from __future__ import annotations
 
 import dataclasses
 
 import torch
-from kvc_kernels.gpu.layout import Cache
-from kvc_kernels.pages import Rows
+from kvc_kernels.cache import Batch, KVCache, Spans
 
 
 @dataclasses.dataclass(frozen=True)
 class Ragged:
-    """A batch: what the kernels read, the same for the references, and KVs of every head.
+    """A batch, and how many KVs every head has.
 
     Attributes
     ----------
     held : int64 [B, L, H], KVs of every head.
     """
 
-    cache: Cache
-    rows: Rows
+    batch: Batch
     held: torch.Tensor
-
-    @property
-    def request(self) -> torch.Tensor:
-        return self.rows.request
-
-    @property
-    def seq_len(self) -> torch.Tensor:
-        return self.rows.seq_len
 
 
 def build(
     segments: list[int],
     tails: list[int],
+    shared: list[int] | None = None,
     *,
     layers: int,
     heads: int,
@@ -43,38 +34,44 @@ def build(
     device: str,
     skewed: bool = True,
 ) -> Ragged:
-    """Requests of ``segments[b]`` blocks (0: not compressed) and ``tails[b]`` tokens.
+    """Requests of ``segments[b]`` own blocks (0: not compressed) and ``tails[b]`` tokens.
 
-    `skewed` shares a segment's pages unequally among the heads, one at least for each.
+    Before them are ``shared[b]`` canonical blocks (none). `skewed` shares a segment's pages
+    unequally among the heads, one at least for each.
     """
     torch.manual_seed(0)
-    per_block = layers * heads
-    counts = [s + -(-t // page) for s, t in zip(segments, tails, strict=True)]
-    total = 1 + sum(counts)
+    per_block, shared = layers * heads, shared or [0] * len(segments)
+    ranges = []  # of every request where shared, own and tail begin, and how many blocks they have
+    for whole, own, tail in zip(shared, segments, tails, strict=True):
+        begin = whole * page + (page if own else 0)  # compressed rows release a block's positions
+        ranges.append([(0, whole), (begin, own), (begin + own * page, -(-tail // page))])
+    total = 1 + sum(count for each in ranges for _, count in each)
     arenas = [
         torch.empty(total, layers, heads, page, dim, dtype=dtype, device=device).normal_()
         for _ in range(2)
     ]
-    begins = [page if s else 0 for s in segments]  # compressed rows release their first block
-    ends = [begin + s * page for begin, s in zip(begins, segments, strict=True)]
-    context = max(begin + n * page for begin, n in zip(begins, counts, strict=True))
+    context = max(begin + count * page for each in ranges for begin, count in each)
     table = torch.zeros(len(segments), context, dtype=torch.int32, device=device)
     blocks = torch.randperm(total - 1, device=device) + 1
     offsets, taken = torch.arange(page, device=device), 0
-    for row, (begin, count) in enumerate(zip(begins, counts, strict=True)):
-        slots = blocks[taken : taken + count, None] * page + offsets
-        table[row, begin : begin + count * page] = slots.flatten()
-        taken += count
-    pages = torch.stack([shares(s * per_block, per_block, skewed) for s in segments])
-    page_start = torch.zeros(len(segments), per_block + 1, dtype=torch.int64)
-    page_start[:, 1:] = pages.cumsum(1)
-    begin, end, tail = (torch.tensor(each, device=device) for each in (begins, ends, tails))
-    page_start = page_start.to(device)
-    rows = Rows(
-        table, torch.arange(len(segments), device=device), end + tail, begin, end, page_start
-    )
-    held = pages.view(-1, layers, heads).to(device) * page + tail[:, None, None]
-    return Ragged(Cache(*arenas, table, begin, end, page_start), rows, held)
+    for row, each in enumerate(ranges):
+        for begin, count in each:
+            slots = blocks[taken : taken + count, None] * page + offsets
+            table[row, begin : begin + count * page] = slots.flatten()
+            taken += count
+    spans = Spans.uncompressed(len(segments), per_block, "cpu")
+    begins = torch.tensor([[begin for begin, _ in each] for each in ranges])
+    own = torch.stack([shares(s * per_block, per_block, skewed) for s in segments])
+    spans.begin.copy_(begins)
+    spans.first[:, 0], spans.first[:, 1] = torch.arange(per_block), own.cumsum(1) - own
+    spans.count[:, 0], spans.count[:, 1] = torch.tensor(shared)[:, None], own
+    spans.stride.copy_(torch.tensor([per_block, 1]))
+    tail = torch.tensor(tails)
+    held = spans.count.sum(1) * page + tail[:, None]
+    cache = KVCache(*arenas, table, Spans(*(x.to(device) for x in vars(spans).values())))
+    request = torch.arange(len(segments), device=device)
+    batch = Batch(cache, request, (begins[:, 2] + tail).to(device))
+    return Ragged(batch, held.view(-1, layers, heads).to(device))
 
 
 def shares(total: int, parts: int, skewed: bool) -> torch.Tensor:

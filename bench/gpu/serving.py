@@ -20,7 +20,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -182,7 +181,7 @@ class Bench:
                 asyncio.run(measure(server, load, rate))
         return server
 
-    def _server(self, pool: int, ours: bool) -> AbstractContextManager:
+    def _server(self, pool: int, ours: bool) -> contextlib.AbstractContextManager:
         """SGLang on the dummy model, as it comes or with the plugin; killed on exit."""
         from kvc_server.launch import launched, sglang
 

@@ -18,7 +18,7 @@ def decode(
     metric: torch.Tensor | None = None,
     tracked: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention of one layer in a decode step; work and memory follow the pages there are.
+    """Attention of one layer in a decode step.
 
     Parameters
     ----------
@@ -45,6 +45,19 @@ def decode(
         from kvc_kernels.gpu import decode as gpu
 
         return gpu.decode(query, batch, layer, scale, metric=metric, tracked=tracked)
+    return decode_torch(query, batch, layer, scale, metric=metric, tracked=tracked)
+
+
+def decode_torch(
+    query: torch.Tensor,
+    batch: Batch,
+    layer: int,
+    scale: float,
+    *,
+    metric: torch.Tensor | None = None,
+    tracked: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`decode` in torch, on any device; work and memory follow the pages there are."""
     cache, pages = batch.cache, batch.head_pages[layer]
     requests, query_heads, dim = query.shape
     owners, group = requests * cache.heads, query_heads // cache.heads

@@ -41,6 +41,11 @@ def extend(
         from kvc_kernels.gpu import extend as gpu
 
         return gpu.extend(query, batch, layer, scale)
+    return extend_torch(query, batch, layer, scale), None
+
+
+def extend_torch(query: torch.Tensor, batch: Batch, layer: int, scale: float) -> torch.Tensor:
+    """`extend` in torch, on any device, without the log-sum-exp."""
     cache, first = batch.cache, 0
     out = query.new_empty(*query.shape[:2], cache.flat_v.shape[-1])
     for (_, _, new), pages in zip(batch.rows, batch.row_pages, strict=True):
@@ -60,7 +65,7 @@ def extend(
             )
             attended = _attend(grouped[:, some].flatten(1, 2), keys, values, scale)
             result[:, some] = attended.view_as(result[:, some])
-    return out, None
+    return out
 
 
 def _attend(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from kvc_kernels.gpu.decode import _accumulate, _decode, _merge
+from kvc_kernels.gpu.decode import REGISTERS_OF_8_BITS, _accumulate, _decode, _merge
 from kvc_kernels.gpu.extend import _extend
 
 #: Query and cache type, head dim, page size, query group.
@@ -18,7 +18,7 @@ SHAPES = [
     ("fp16", "fp8e4nv", 128, 16, 4),
 ]
 TABLES = {
-    "req_to_token": "*i32", "segment_begin": "*i64", "tail_begin": "*i64", "page_start": "*i64",
+    "req_to_token": "*i32", "begin": "*i32", "first": "*i32", "count": "*i32", "stride": "*i32",
     "request": "*i64", "seq_len": "*i64",
 }  # fmt: skip
 NUMBERS = {"scale": "fp32", "layer": "i32", "context": "i32", "query_stride": "i32"}
@@ -41,7 +41,7 @@ def cases(architecture: int) -> Iterator[tuple]:
         split = {**same, "GROUP_PAD": 16, "TILE": {256: 32, 128: 64}.get(pad, 128)}
         yield case(
             f"decode {name}", _decode, {**caches, **TABLES, **results, **NUMBERS},
-            split | values, num_stages=3,
+            split | values, num_stages=3, maxnreg=REGISTERS_OF_8_BITS if "fp8" in kv else None,
         )  # fmt: skip
         yield case(
             f"extend {name}", _extend, {**caches, **TABLES, "start": "*i64", **results, **NUMBERS},
@@ -53,7 +53,7 @@ def cases(architecture: int) -> Iterator[tuple]:
                 f"metric {name}", _accumulate,
                 {
                     "query": f"*{q}", "arena_k": f"*{kv}", "lse": "*fp32", "metric": "*fp32",
-                    "counted": "*i1", **TABLES, **NUMBERS,
+                    "tracked": "*i1", **TABLES, **NUMBERS,
                 },
                 split,
             )  # fmt: skip

@@ -2,122 +2,116 @@
 
 from __future__ import annotations
 
-import math
+import dataclasses
 
 import pytest
 import torch
+from kvc_kernels.cache import Batch, KVCache, Spans
 from kvc_kernels.decode import decode_reference
 from kvc_kernels.extend import extend_reference
-from kvc_kernels.gpu.flashinfer_decode import DecodePlan, bounds_indptr, supported
-from kvc_kernels.gpu.flashinfer_prefill import PrefillPlan, natural, prefix_pages
-from kvc_kernels.pages import head_pages
+from kvc_kernels.gpu.flashinfer_decode import PagedDecode, bounds_indptr, supported
+from kvc_kernels.gpu.flashinfer_prefill import PagedPrefill, natural, prefix_pages, try_out
 from torch._subclasses import FakeTensorMode
 
-from tests.kernels.batches import RAGGED, TOLERANCE, Batch, build
-from tests.kernels.gpu.emulated import attention, flashinfer
-from tests.kernels.gpu.test_tables import cached
+from tests.kernels.batches import HEADS, LAYERS, RAGGED, TOLERANCE, Drawn, build
+from tests.kernels.gpu.emulated import flashinfer
 
-LAYERS, HEADS, PAGE, DIM = 2, 3, 16, 64
+PAGE, DIM = 16, 64
 
 
 def workspace(device) -> torch.Tensor:
     return torch.zeros(128 << 20 if device == "cuda" else 1, dtype=torch.uint8, device=device)
 
 
-def drawn(case: str, dtype: torch.dtype) -> Batch:
-    return build(*RAGGED[case], layers=LAYERS, heads=HEADS, page=PAGE, dim=DIM, dtype=dtype)
+def drawn(case: str, dtype: torch.dtype) -> Drawn:
+    return build(RAGGED[case], page=PAGE, dim=DIM, dtype=dtype)
 
 
-def bounds(batch: Batch) -> list[int]:
+def bounds(batch: Drawn) -> list[int]:
     """Per request the most pages of any head, in any layer."""
-    each = [p.count.view(-1, HEADS) for p in head_pages(batch.rows, LAYERS, HEADS, PAGE)]
-    return torch.stack(each).amax((0, 2)).tolist()
+    return [max(len(head) for layer in request for head in layer) for request in batch.pages]
 
 
-def make_plan(backend, batch, device, group, dtype, most) -> DecodePlan:
+def make_decode(backend, batch, device, group, dtype, most) -> PagedDecode:
     capability = torch.cuda.get_device_capability() if device == "cuda" else None
-    reason = capability and supported(backend, capability, DIM, PAGE, batch.arena_k.dtype, group)
+    kv_dtype = batch.cache.arena_k.dtype
+    reason = capability and supported(backend, capability, DIM, PAGE, kv_dtype, group)
     if reason:
         pytest.skip(reason)
-    cache, requests = cached(batch, device), len(batch.rows.request)
-    return DecodePlan(
-        backend, cache, requests, HEADS * group, dtype, DIM**-0.5, most, workspace(device)
-    )
+    return PagedDecode(
+        backend, batch.on(device).cache, len(batch.keys), HEADS * group, dtype, DIM**-0.5, most,
+        workspace(device),
+    )  # fmt: skip
 
 
-def check_decode(plan: DecodePlan, batch: Batch, device, group, dtype, order=slice(None)):
-    """`plan` has been planned for the requests of `batch` in this order."""
+def check_decode(paged: PagedDecode, batch: Drawn, device, group, dtype):
+    """`paged` has been planned for `batch`."""
     torch.manual_seed(2)
-    flat = [arena.float().view(-1, PAGE, DIM) for arena in (batch.arena_k, batch.arena_v)]
-    for layer, pages in enumerate(head_pages(batch.rows, LAYERS, HEADS, PAGE)):
-        query = torch.randn(len(batch.rows.request), HEADS * group, DIM).to(dtype)
-        expected, _ = decode_reference(query, *flat, pages, DIM**-0.5)
-        out = plan.run(layer, query[order].to(device))
+    for layer in range(LAYERS):
+        query = torch.randn(len(batch.keys), HEADS * group, DIM).to(dtype)
+        expected, _ = decode_reference(query, batch.batch, layer, DIM**-0.5)
+        out = paged.run(layer, query.to(device))
         assert out.dtype == dtype
         limits = {"atol": TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}
-        torch.testing.assert_close(out.cpu().float(), expected[order], **limits)
+        torch.testing.assert_close(out.cpu().float(), expected, **limits)
 
 
 @pytest.mark.parametrize(("group", "dtype"), [(1, torch.bfloat16), (4, torch.float16)], ids=str)
 @pytest.mark.parametrize("case", RAGGED)
 @pytest.mark.parametrize("backend", ["fa2", "xqa", "trtllm"])
 def test_decode(kernels, device, backend, case, dtype, group):
-    if case == "an idle row" and backend != "fa2":
+    if case in ("an idle row", "heads without pages") and backend != "fa2":
         pytest.skip("lengths of zero are for fa2 alone")
     batch = drawn(case, dtype)
-    pages = bounds(batch)
-    plan = make_plan(backend, batch, device, group, dtype, max(pages) + 3)
-    plan.plan(batch.rows.request.to(device), batch.rows.seq_len.to(device), pages)
-    check_decode(plan, batch, device, group, dtype)
+    paged = make_decode(backend, batch, device, group, dtype, max(bounds(batch)) + 3)
+    paged.plan(batch.on(device), bounds(batch))
+    check_decode(paged, batch, device, group, dtype)
 
 
 @pytest.mark.parametrize("backend", ["fa2", "xqa"])
 def test_decode_again_with_what_the_step_before_left(kernels, device, backend):
-    """Requests change places and lengths; the plan's buffers are those of before."""
-    batch = drawn("mixed", torch.float16)
+    """Requests change places and lengths; the buffers are those of before."""
+    batch = drawn("all spans", torch.float16)
     most = max(bounds(batch))
-    plan = make_plan(backend, batch, device, 2, torch.float16, most)
-    request, seq_len = batch.rows.request.to(device), batch.rows.seq_len.to(device)
+    paged = make_decode(backend, batch, device, 2, torch.float16, most)
     for order in ([0, 1, 2, 3], [1, 3, 0, 2]):
-        mine = [bounds(batch)[i] for i in order]
-        plan.plan(request[order], seq_len[order], [min(most, n + 1) for n in mine])
-        check_decode(plan, batch, device, 2, torch.float16, order)
+        mine = batch.choose(order)
+        paged.plan(mine.on(device), [min(most, pages + 1) for pages in bounds(mine)])
+        check_decode(paged, mine, device, 2, torch.float16)
 
 
 def test_a_tensor_that_changes_in_place_is_read_again(kernels, device):
-    """As in a CUDA graph: `run` reads lengths, and nothing was said to the plan."""
+    """As in a CUDA graph: `run` reads lengths, and nothing was said before."""
     batch = drawn("mixed", torch.float16)
-    plan = make_plan("fa2", batch, device, 1, torch.float16, max(bounds(batch)))
-    request, seq_len = batch.rows.request.to(device), batch.rows.seq_len.to(device)
-    shorter = seq_len - torch.tensor([6, 0, 14, 0], device=device)
-    plan.plan(request, shorter, bounds(batch))
-    plan.run(0, torch.randn(4, HEADS, DIM, device=device).half())
-    shorter.copy_(seq_len)
-    check_decode(plan, batch, device, 1, torch.float16)
+    paged = make_decode("fa2", batch, device, 1, torch.float16, max(bounds(batch)))
+    on_device = batch.on(device)
+    shorter = on_device.seq_len - torch.tensor([6, 0, 14, 0], device=device)
+    paged.plan(dataclasses.replace(on_device, seq_len=shorter), bounds(batch))
+    paged.run(0, torch.randn(4, HEADS, DIM, device=device).half())
+    shorter.copy_(on_device.seq_len)
+    check_decode(paged, batch, device, 1, torch.float16)
 
 
 def test_fp8_cache_of_tensorrt_gets_an_fp8_query(kernels, device):
-    batch = drawn("compressed", torch.float16)
-    for name in ("arena_k", "arena_v"):
-        setattr(batch, name, getattr(batch, name).to(torch.float8_e4m3fn))
-    plan = make_plan("trtllm", batch, device, 2, torch.float16, 8)
-    plan.plan(batch.rows.request.to(device), batch.rows.seq_len.to(device))
+    batch = drawn("compressed", torch.float16).to(torch.float8_e4m3fn)
+    paged = make_decode("trtllm", batch, device, 2, torch.float16, 8)
+    paged.plan(batch.on(device))
     query = torch.randn(2, HEADS * 2, DIM, device=device).half()
-    assert plan.run(0, query).dtype == torch.float16
+    assert paged.run(0, query).dtype == torch.float16
 
 
-def test_a_decode_plan_refuses(kernels, device):
+def test_what_decode_does_not_take_is_refused(kernels, device):
     batch = drawn("mixed", torch.float16)
-    plan = make_plan("fa2", batch, device, 2, torch.float16, 5)
-    request, seq_len = batch.rows.request.to(device), batch.rows.seq_len.to(device)
+    paged = make_decode("fa2", batch, device, 2, torch.float16, 5)
     for pages in (None, [1, 2, 3], [1, 2, 3, 6]):
         with pytest.raises(ValueError, match="4 bounds of at most 5"):
-            plan.plan(request, seq_len, pages)
+            paged.plan(batch.on(device), pages)
     for dtype in torch.float32, torch.bfloat16:
         with pytest.raises(ValueError, match=r"queries of a torch\.float16 cache"):
-            make_plan("fa2", batch, device, 2, dtype, 5)
+            make_decode("fa2", batch, device, 2, dtype, 5)
+    cache = batch.on(device).cache
     with pytest.raises(ValueError, match="4 query heads over 3"):
-        DecodePlan("fa2", cached(batch, device), 4, 4, torch.float16, 1.0, 5, workspace(device))
+        PagedDecode("fa2", cache, 4, 4, torch.float16, 1.0, 5, workspace(device))
 
 
 def test_bounds_are_lengths_in_whole_pages():
@@ -137,76 +131,92 @@ PREFIXES = {
 }
 
 
-def prefilled(prefix_lens, new_lens, dtype):
-    """An arena with prefixes in blocks out of order; new tokens of two layers beside it."""
+def prefilled(prefix_lens, new_lens, dtype) -> Batch:
+    """Uncompressed requests whose blocks, and rows, are in no order."""
     torch.manual_seed(3)
     longest = max(p + n for p, n in zip(prefix_lens, new_lens, strict=True))
-    blocks = -(-longest // PAGE)
-    rows = torch.randperm(len(new_lens) + 2)[: len(new_lens)]
-    order = torch.randperm((len(new_lens) + 2) * blocks).view(-1, blocks)
+    blocks, rows = -(-longest // PAGE), len(new_lens) + 2
+    order = torch.randperm(rows * blocks).view(-1, blocks)
     slots = (order[:, :, None] * PAGE + torch.arange(PAGE)).flatten(1).int()
     arenas = [torch.randn(order.numel(), LAYERS, HEADS, PAGE, DIM).to(dtype) for _ in "kv"]
-    return slots, rows, arenas
+    request = torch.randperm(rows)[: len(new_lens)]
+    held = list(zip(request.tolist(), prefix_lens, new_lens, strict=True))
+    return Batch(
+        KVCache(*arenas, slots, Spans.uncompressed(rows, LAYERS * HEADS, "cpu")),
+        request,
+        torch.tensor([before + new for _, before, new in held]),
+        torch.tensor([0, *new_lens]).cumsum(0),
+        max(new_lens),
+        held,
+    )
+
+
+def moved(batch: Batch, device: str) -> Batch:
+    return Drawn(batch, [], [], []).on(device)
 
 
 @pytest.mark.parametrize("case", PREFIXES)
 def test_prefix_pages(device, case):
-    prefix_lens, new_lens = PREFIXES[case]
-    slots, rows, _ = prefilled(prefix_lens, new_lens, torch.float16)
-    indptr, indices, last = prefix_pages(slots.to(device), rows.to(device), prefix_lens, PAGE)
+    batch = prefilled(*PREFIXES[case], torch.float16)
+    prefix_lens = PREFIXES[case][0]
+    indptr, indices, last = prefix_pages(moved(batch, device))
     assert flashinfer.page.get_seq_lens(indptr, last, PAGE).tolist() == prefix_lens
     assert {x.dtype for x in (indptr, indices, last)} == {torch.int32}
     assert indices.device.type == device
-    for i, length in enumerate(prefix_lens):
+    for i, (row, length, _) in enumerate(batch.rows):
         mine = indices[indptr[i] : indptr[i + 1]].cpu()
         read = (mine[:, None] * PAGE + torch.arange(PAGE)).flatten()[:length]
-        assert read.equal(slots[rows[i], :length])
+        assert read.equal(batch.cache.req_to_token[row, :length])
 
 
 def test_prefix_pages_asks_the_device_for_nothing():
     """Fake tensors have no values: whatever waits for one raises."""
     with FakeTensorMode():
+        arenas = [torch.zeros(9, 2, 3, 16, 64, device="cuda") for _ in "kv"]
         table = torch.zeros(4, 64, dtype=torch.int32, device="cuda")
+        cache = KVCache(*arenas, table, Spans.uncompressed(4, 6, "cuda"))
         request = torch.zeros(3, dtype=torch.int64, device="cuda")
-        indptr, indices, last = prefix_pages(table, request, [3, 0, 33], 16)
+        rows = [(0, 3, 1), (0, 0, 1), (0, 33, 1)]
+        indptr, indices, last = prefix_pages(Batch(cache, request, request, rows=rows))
         assert indices.shape == (4,)
         assert indices.device.type == "cuda"
         assert indptr.device.type == last.device.type == "cpu"
 
 
-@pytest.mark.parametrize(("group", "dtype"), [(1, torch.bfloat16), (4, torch.float16)], ids=str)
-@pytest.mark.parametrize("case", PREFIXES)
-def test_prefill(kernels, device, case, dtype, group):
-    prefix_lens, new_lens = PREFIXES[case]
-    slots, rows, arenas = prefilled(prefix_lens, new_lens, dtype)
-    plan = PrefillPlan(
+def make_prefill(device, group: int, dtype: torch.dtype) -> PagedPrefill:
+    return PagedPrefill(
         workspace(device), query_heads=HEADS * group, heads=HEADS, head_dim=DIM, page_size=PAGE,
         dtype=dtype, kv_dtype=dtype, scale=DIM**-0.5,
     )  # fmt: skip
-    plan.plan(slots.to(device), rows.to(device), prefix_lens, new_lens)
+
+
+@pytest.mark.parametrize(("group", "dtype"), [(1, torch.bfloat16), (4, torch.float16)], ids=str)
+@pytest.mark.parametrize("case", PREFIXES)
+def test_prefill(kernels, device, case, dtype, group):
+    batch = prefilled(*PREFIXES[case], dtype)
+    prefill = make_prefill(device, group, dtype)
+    prefill.plan(moved(batch, device))
     limits = {"atol": TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}
+    at = torch.cat([
+        batch.cache.req_to_token[row, before : before + new] for row, before, new in batch.rows
+    ]).long()  # fmt: skip
     for layer in range(LAYERS):
-        projected = torch.randn(sum(new_lens), HEADS * (group + 2), DIM).to(dtype)
-        query, keys, values = projected.split([HEADS * group, HEADS, HEADS], dim=1)
-        expected, expected_lse, begin = [], [], 0
-        for row, prefix, new in zip(rows, prefix_lens, new_lens, strict=True):
-            now, slot = slice(begin, begin + new), slots[row, :prefix].long()
-            mine = [
-                torch.cat([arena[slot // PAGE, layer, :, slot % PAGE], fresh[now]])
-                for arena, fresh in zip(arenas, (keys, values), strict=True)
-            ]
-            expected.append(extend_reference(query[now], *mine, DIM**-0.5))
-            lse = attention(query[now], *mine, DIM**-0.5, causal=True)[1]
-            expected_lse.append(lse * math.log(2))
-            begin += new
+        projected = torch.randn(len(at), HEADS * (group + 2), DIM).to(dtype)
+        query, *fresh = projected.split([HEADS * group, HEADS, HEADS], dim=1)
+        for arena, tokens in zip((batch.cache.arena_k, batch.cache.arena_v), fresh, strict=True):
+            arena[at // PAGE, layer, :, at % PAGE] = tokens
+        expected, expected_lse = extend_reference(query, batch, layer, DIM**-0.5)
         parts = projected.to(device).split([HEADS * group, HEADS, HEADS], dim=1)  # strided
-        on_device = [*parts, *(arena.to(device) for arena in arenas)]
-        out, lse = plan.run(layer, *on_device, with_lse=True)
-        torch.testing.assert_close(out.cpu().float(), torch.cat(expected), **limits)
-        torch.testing.assert_close(lse.cpu(), torch.cat(expected_lse), **limits)
-        alone, nothing = plan.run(layer, *on_device)
+        out, lse = prefill.run(layer, *parts, with_lse=True)
+        torch.testing.assert_close(out.cpu().float(), expected, **limits)
+        torch.testing.assert_close(lse.cpu(), expected_lse, **limits)
+        alone, nothing = prefill.run(layer, *parts)
         torch.testing.assert_close(alone, out, **limits)
         assert nothing is None
+
+
+def test_prefill_is_tried_out(kernels, device):
+    try_out(make_prefill(device, 2, torch.float16), torch.device(device))
 
 
 def test_natural_undoes_base_two():

@@ -12,27 +12,25 @@ from kvc_kernels.gpu.select import kept_positions, rank_pages
 from kvc_kernels.gpu.store import store
 from kvc_kernels.gpu.tables import block_table
 
-from tests.kernels.gpu.test_attention import HEADS, LAYERS, cached, drawn
+from tests.kernels.batches import HEADS, LAYERS, RAGGED, build
 from tests.waits import Waits, waiting_fails
 
 
 def test_launchers(device):
-    batch = drawn("mixed")
-    cache = cached(batch, device)
-    request, seq_len = (x.to(device) for x in (batch.rows.request, batch.rows.seq_len))
-    query = torch.randn(len(request), HEADS * 2, 16, device=device)
-    start = torch.arange(len(request) + 1, device=device)
+    batch = build(RAGGED["all spans"]).with_new([1, 1, 0, 1]).on(device)
+    cache = batch.cache
+    query = torch.randn(len(batch.request), HEADS * 2, 16, device=device)
     metric = torch.zeros(cache.arena_k.shape[:-1], device=device)
-    counted = torch.ones(len(request), dtype=torch.bool, device=device)
+    tracked = torch.ones(len(cache.req_to_token), dtype=torch.bool, device=device)
     slots = torch.arange(8, 32, device=device)
     pages = torch.ones(LAYERS * HEADS, dtype=torch.int64, device=device)
     target = torch.tensor([1], device=device)
     layer_k, layer_v = cache.arena_k[:, 0], cache.arena_v[:, 0]
 
     def launch() -> None:
-        decode(query, cache, 0, request, seq_len, 1.0, metric=metric, counted=counted)
-        extend(query, cache, 0, request, seq_len, start, 1, 1.0)
-        block_table(cache, 0, request, seq_len, 64)
+        decode(query, batch, 0, 1.0, metric=metric, tracked=tracked)
+        extend(query[:3], batch, 0, 1.0)
+        block_table(batch, 0, 64)
         store(layer_k, layer_v, slots, *torch.zeros(2, len(slots), HEADS, 16, device=device))
         scores = window_attention(query[:2], layer_k, slots, 1.0).repeat(LAYERS, 1)
         kept = kept_positions(scores, rank_pages(scores, 8), pages, 8, len(pages))
