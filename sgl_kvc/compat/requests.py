@@ -5,6 +5,7 @@ Each is found in the HTTP process, so that the request fails by itself and with 
 
 from __future__ import annotations
 
+import functools
 import re
 
 import msgspec
@@ -41,7 +42,7 @@ def check_types(params) -> None:
 
     `custom_params` may be anything: it is never put into a tensor.
     """
-    for field in msgspec.structs.fields(type(params)):
+    for field in _fields(type(params)):
         value = getattr(params, field.name)
         if isinstance(value, float) and value.is_integer() and abs(value) <= _INT32_MAX:
             value = int(value)
@@ -50,6 +51,9 @@ def check_types(params) -> None:
                 msgspec.convert(value, field.type)
             except msgspec.ValidationError as error:
                 raise ValueError(f"{field.name}: {error}.") from error
+
+
+_fields = functools.cache(msgspec.structs.fields)
 
 
 def check_stop_regex(original, params, tokenizer) -> None:
