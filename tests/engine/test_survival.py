@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import pytest
 
-from bench.serving import Server, generate_body, sglang
+from bench.serving import Server, generate_body
 from tests import tiny_models
 from tests.engine.conftest import prompt
 
@@ -97,24 +96,3 @@ def test_a_profile_of_the_cpu(server, tmp_path):
     assert status == 200, text
     server.generate(IDS, max_new_tokens=8, ignore_eos=True)
     assert list(Path(tmp_path).glob("*.trace.json.gz"))
-
-
-def test_threads_of_the_engine_sleep_soon(tiny_llama):
-    """A thread that waited spun for 10 ms: with a core taken, 10 tokens a second became 0.35.
-
-    What counts is what OpenMP read when the engine's processes loaded torch; it prints that.
-    """
-    arguments = ("--max-total-tokens", "4096")
-    with sglang(tiny_llama, *arguments, OMP_DISPLAY_ENV="VERBOSE") as running:
-        log = running.log.read_text()
-    engine = log.split("server_args=", 1)[1]  # the HTTP server has loaded torch before
-    found = re.findall(r"GOMP_SPINCOUNT = '(\d+)'", engine)
-    assert len(found) >= 2  # scheduler and detokenizer
-    assert set(found) == {"1000"}
-
-
-def test_a_wait_policy_of_the_users_own_is_kept(tiny_llama):
-    own = {"OMP_DISPLAY_ENV": "VERBOSE", "OMP_WAIT_POLICY": "PASSIVE"}
-    with sglang(tiny_llama, "--max-total-tokens", "4096", **own) as running:
-        log = running.log.read_text()
-    assert set(re.findall(r"GOMP_SPINCOUNT = '(\d+)'", log)) == {"0"}
