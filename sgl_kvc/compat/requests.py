@@ -5,8 +5,10 @@ Each is found in the HTTP process, so that the request fails by itself and with 
 
 from __future__ import annotations
 
+import functools
 import re
-from typing import Any
+
+import msgspec
 
 from sgl_kvc.compat.hook import Hook
 
@@ -14,15 +16,18 @@ _INT32_MAX = 2**31 - 1
 _FLOAT32_MAX = 3.4028234e38
 
 
-def check_sampling(_result: Any, params, vocab_size: int) -> None:
-    """``SamplingParams.verify``: raise ValueError for what the sampler's tensors cannot hold."""
+def check_sampling(params, vocab_size: int) -> None:
+    """``SamplingParams.verify``: raise ValueError for what the scheduler cannot read or hold."""
+    check_types(params)
     for name in ("top_k", "min_new_tokens"):
         value = getattr(params, name)
         if value > _INT32_MAX:
             raise ValueError(f"{name} must be at most {_INT32_MAX}, got {value}.")
+    if params.stream_interval is not None and params.stream_interval < 1:
+        raise ValueError(f"stream_interval must be at least 1, got {params.stream_interval}.")
     for token, bias in (params.logit_bias or {}).items():
         if not abs(bias) <= _FLOAT32_MAX:
-            raise ValueError(f"logit_bias must fit in 32 bits, got {bias} for token {token}.")
+            raise ValueError(f"logit_bias must be 32-bit numbers, got {bias} for token {token}.")
     if params.min_new_tokens > 0:
         for token in params.stop_token_ids or ():
             if not 0 <= token < vocab_size:
@@ -30,6 +35,25 @@ def check_sampling(_result: Any, params, vocab_size: int) -> None:
                     f"stop_token_ids must be in [0, {vocab_size - 1}] where min_new_tokens is "
                     f"set, got {token}."
                 )
+
+
+def check_types(params) -> None:
+    """Raise ValueError for the first field that is not of its declared type; 4.0 is an integer.
+
+    `custom_params` may be anything: it is never put into a tensor.
+    """
+    for field in _fields(type(params)):
+        value = getattr(params, field.name)
+        if isinstance(value, float) and value.is_integer() and abs(value) <= _INT32_MAX:
+            value = int(value)
+        if field.name != "custom_params":
+            try:
+                msgspec.convert(value, field.type)
+            except msgspec.ValidationError as error:
+                raise ValueError(f"{field.name}: {error}.") from error
+
+
+_fields = functools.cache(msgspec.structs.fields)
 
 
 def check_stop_regex(original, params, tokenizer) -> None:
@@ -55,9 +79,10 @@ def check_request(manager, obj, input_ids) -> None:
 HOOKS = (
     Hook(
         "sglang.srt.sampling.sampling_params.SamplingParams.verify",
-        "AFTER",
+        "BEFORE",
         check_sampling,
-        "upstream accepts numbers that its tensors cannot hold and ends when it makes them",
+        "sampling_params is a free dictionary upstream: the scheduler ends where it computes with "
+        "a wrong type, or makes a tensor of a number that is too large",
     ),
     Hook(
         "sglang.srt.sampling.sampling_params.SamplingParams.normalize",

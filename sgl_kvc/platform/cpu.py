@@ -19,7 +19,7 @@ _ONE_THREAD_BELOW = 512
 
 #: How often an idle thread of torch's OpenMP (libgomp) looks for work before it sleeps. libgomp's
 #: own 300,000 (some 10 ms) hold a core that the thread with the work waits for as soon as another
-#: process runs: with one core taken, SmolLM2-135M's layers ran 10 to 30 times slower for it
+#: process runs: with one core taken, SmolLM2-135M's layers ran 8 to 21 times slower for it
 #: (docs/design.md).
 _SPIN_COUNT = "1000"
 
@@ -31,7 +31,12 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
     device_type = "cpu"
 
     def apply_server_args_defaults(self, server_args) -> None:
-        """Defaults a CPU needs; nothing the user set is changed."""
+        """Defaults a CPU needs; nothing the user set is changed.
+
+        Raises ValueError for what would end the scheduler with the first request.
+        """
+        if server_args.enable_lora or server_args.lora_paths:
+            raise ValueError("--enable-lora and --lora-paths need a GPU: SGLang pins LoRA's memory")
         if server_args.dtype == "auto":
             server_args.dtype = "float32"  # half precision is emulated on most CPUs
         server_args.sleep_on_idle = True  # the scheduler would spin on a core others need

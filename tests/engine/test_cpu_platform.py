@@ -1,0 +1,42 @@
+"""What the CPU platform sets before the engine's processes start, and what it refuses."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+import torch
+from sglang.srt.server_args import ServerArgs
+
+from tests.servers import sglang
+
+pytestmark = pytest.mark.skipif(
+    torch.cuda.is_available(), reason="where there is a GPU, SGLang's own platform serves"
+)
+
+
+def test_lora_is_refused_without_a_gpu(tiny_llama):
+    """It started, and ended with the first request: "Found no NVIDIA driver"."""
+    with pytest.raises(ValueError, match="LoRA"):
+        ServerArgs(model_path=str(tiny_llama), device="cpu", enable_lora=True)
+
+
+def test_threads_of_the_engine_sleep_soon(tiny_llama):
+    """A thread that waited spun for 10 ms: with a core taken, 10 tokens a second became 0.35.
+
+    What counts is what OpenMP read when the engine's processes loaded torch; it prints that.
+    """
+    arguments = ("--max-total-tokens", "4096")
+    with sglang(tiny_llama, *arguments, OMP_DISPLAY_ENV="VERBOSE") as running:
+        log = running.log.read_text()
+    engine = log.split("server_args=", 1)[1]  # the HTTP server has loaded torch before
+    found = re.findall(r"GOMP_SPINCOUNT = '(\d+)'", engine)
+    assert len(found) >= 2  # scheduler and detokenizer
+    assert set(found) == {"1000"}
+
+
+def test_a_wait_policy_of_the_users_own_is_kept(tiny_llama):
+    own = {"OMP_DISPLAY_ENV": "VERBOSE", "OMP_WAIT_POLICY": "PASSIVE"}
+    with sglang(tiny_llama, "--max-total-tokens", "4096", **own) as running:
+        log = running.log.read_text()
+    assert set(re.findall(r"GOMP_SPINCOUNT = '(\d+)'", log)) == {"0"}
