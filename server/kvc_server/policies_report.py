@@ -40,7 +40,8 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _policies(known: dict[str, Any]) -> Table:
-    table = _table("Policies", "policy", "scorer + apportioner", "parameters", "source, and how it differs")
+    last = "source, and how it differs"
+    table = _table("Policies", "policy", "scorer + apportioner", "parameters", last)
     for policy in known["policies"]:
         name = policy["name"] + (" (default)" if policy["name"] == known["default"] else "")
         parameters = {key: value["default"] for key, value in policy["parameters"].items()}
