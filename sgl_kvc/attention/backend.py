@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -35,9 +34,6 @@ if TYPE_CHECKING:
 
 
 logger = logging.getLogger(__name__)
-
-#: Of a ``ForwardBatch``: its requests' `Request` in order; set when it is made (compat).
-REQUESTS = "kvc_requests"
 
 
 class KvcAttentionBackend(AttentionBackend):
@@ -165,6 +161,10 @@ class KvcAttentionBackend(AttentionBackend):
             rows = list(zip(request.tolist(), before, new, strict=True))
         return Batch(self.cache, request, seq_len, start, max(new), rows)
 
+    def requests(self, forward_batch: ForwardBatch) -> list[Request | None]:
+        """What sgl-kvc knows of the requests of a batch, in its order."""
+        return [self.pool.requests.get(rid) for rid in forward_batch.rids or ()]
+
     def _observe(
         self,
         query: torch.Tensor,
@@ -175,7 +175,7 @@ class KvcAttentionBackend(AttentionBackend):
         """Let the scores of every prompt in the batch see one layer of its chunk."""
         local, first = layer.layer_id - self.pool.start_layer, 0
         lens = zip(
-            requests_of(forward_batch),
+            self.requests(forward_batch),
             forward_batch.extend_prefix_lens_cpu,
             forward_batch.extend_seq_lens_cpu,
             strict=False,  # a batch may be padded
@@ -215,8 +215,3 @@ class KvcAttentionBackend(AttentionBackend):
                 k.view(-1, layer.tp_k_head_num, layer.qk_head_dim),
                 v.view(-1, layer.tp_v_head_num, layer.v_head_dim),
             )
-
-
-def requests_of(forward_batch: ForwardBatch) -> Sequence[Request | None]:
-    """What sgl-kvc knows of the requests of a batch, in its order."""
-    return getattr(forward_batch, REQUESTS, ())

@@ -16,7 +16,7 @@ from kvc_kernels.gpu.flashinfer_decode import PagedDecode, supported
 from kvc_kernels.gpu.flashinfer_prefill import PagedPrefill, try_out
 from sglang.srt.layers.radix_attention import RadixAttention
 
-from sgl_kvc.attention.backend import KvcAttentionBackend, requests_of
+from sgl_kvc.attention.backend import KvcAttentionBackend
 from sgl_kvc.attention.support import UnsupportedError
 
 if TYPE_CHECKING:
@@ -103,10 +103,19 @@ class FlashInferAttentionBackend(KvcAttentionBackend):
         if forward_batch.forward_mode.is_decode_or_idle():
             self._plan_decode(forward_batch, batch)
             return
-        self._prefill, uncompressed = None, _uncompressed(forward_batch, batch)
+        self._prefill, uncompressed = None, self._uncompressed(forward_batch, batch)
         if self._prefills is not None and uncompressed is not None:
             self._prefill = self._prefills
             self._prefill.plan(uncompressed)
+
+    def _uncompressed(self, forward_batch: ForwardBatch, batch: Batch) -> Batch | None:
+        """`batch` with its rows on the host; None unless it is known that none is compressed."""
+        requests = self.requests(forward_batch)
+        rows = [each.row for each in requests if each is not None and each.segment is None]
+        if None in rows or len(rows) != forward_batch.batch_size:
+            return None
+        lens = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
+        return dataclasses.replace(batch, rows=list(zip(rows, *lens, strict=True)))
 
     def init_forward_metadata_out_graph(
         self, forward_batch: ForwardBatch, in_capture: bool = False
@@ -158,19 +167,9 @@ class FlashInferAttentionBackend(KvcAttentionBackend):
             query,
             k.view(-1, layer.tp_k_head_num, layer.qk_head_dim),
             v.view(-1, layer.tp_v_head_num, layer.v_head_dim),
-            any(each is not None and each.scores for each in requests_of(forward_batch)),
+            any(each is not None and each.scores for each in self.requests(forward_batch)),
         )
 
     def _bytes(self) -> torch.Tensor:
         """A workspace; zeroed, for XQA keeps semaphores there."""
         return torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=self.req_to_token.device)
-
-
-def _uncompressed(forward_batch: ForwardBatch, batch: Batch) -> Batch | None:
-    """`batch` with what the host knows of its rows; None unless all are known as uncompressed."""
-    requests = requests_of(forward_batch)
-    rows = [each.row for each in requests if each is not None and each.segment is None]
-    if None in rows or len(rows) != forward_batch.batch_size:
-        return None
-    lens = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
-    return dataclasses.replace(batch, rows=list(zip(rows, *lens, strict=True)))

@@ -1,24 +1,98 @@
-"""Copying what is worth keeping: from scores to a segment in blocks of its own."""
+"""Compressing a prompt: copy what is worth keeping to own blocks, let go of the tree's copy."""
 
 from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING
 
 import torch
 from kvc_kernels.compact import compact
 
+from sgl_kvc.cache import continual
 from sgl_kvc.cache.request import Request
 from sgl_kvc.policy.selection import Selection
 from sgl_kvc.pool.arena import ArenaKVPool
 from sgl_kvc.pool.segment import Segment
+from sgl_kvc.report import BlockSize, Kept, Report
+from sgl_kvc.spec import Extent
+
+if TYPE_CHECKING:
+    from sglang.srt.managers.schedule_batch import Req
+
+    from sgl_kvc.cache.radix import CompressingRadixCache
+
+_NO_ROOM = "no free blocks to compress into"
 
 
-def compact_prompt(
+def compress(cache: CompressingRadixCache, req: Req) -> bool:
+    """Compress the prompt of `req`, whose scores are complete, where that frees memory.
+
+    Without room for the copy the scores stay, so that it can be tried again. Where the copy would
+    take more than it frees, the request stays as it is, and its report says so.
+
+    Returns
+    -------
+    done : whether it is compressed now.
+    """
+    request = Request.of(req)
+    extent, report = request.extent, request.report
+    assert extent is not None
+    assert report is not None
+    loss = _loss(cache, request, extent)
+    if loss is not None:
+        report.skipped, request.scores = loss, None
+        request.extent = dataclasses.replace(extent, skipped=loss, compressed=False)
+        return False
+    if not extent.segment_blocks:
+        install(cache, req, empty_segment(cache.pool, request))
+        return True
+    slots = cache.allocate(extent.segment_blocks * cache.page_size)
+    if slots is None:
+        report.skipped = _NO_ROOM
+        return False
+    row_slots = cache.row_slots(req)
+    with cache.behind_forward(slots):
+        segment, selection = _copy(cache.pool, request, row_slots, slots)
+        if request.goes_on and continual.tracks_attention(request.spec):
+            continual.start_metric(cache.pool, request, selection, segment, row_slots)
+    install(cache, req, segment)
+    return True
+
+
+def install(cache: CompressingRadixCache, req: Req, segment: Segment) -> None:
+    """Have `req` read `segment` instead of what it stands for, and report it."""
+    request = Request.of(req)
+    extent = request.extent
+    assert extent is not None
+    with cache.behind_forward():
+        cache.point_row(req, segment)
+        if request.goes_on and continual.tracks_attention(request.spec):
+            behind = cache.row_slots(req)[extent.scored : req.kv_committed_len]
+            cache.pool.reset_metric(behind.long())
+            cache.pool.spans.track(req.req_pool_idx)
+    cache.hold_only(req, segment.begin)
+    req.cache_protected_len = segment.row_begin
+    request.segment, request.scores = segment, None
+    request.report = _compressed(request, extent, segment, cache.block)
+
+
+def empty_segment(pool: ArenaKVPool, request: Request) -> Segment:
+    """A segment without blocks: nothing is compressed yet, but all that follows may be."""
+    extent = request.extent
+    assert extent is not None
+    assert extent.begin == extent.end
+    nothing = torch.zeros(0, dtype=torch.int64, device=pool.device)
+    pages = torch.zeros(pool.layer_num * pool.head_num, dtype=torch.int64, device=pool.device)
+    return Segment(extent.end, extent.end, nothing, pages, pool.page_size, request.spec)
+
+
+def _copy(
     pool: ArenaKVPool, request: Request, row_slots: torch.Tensor, slots: torch.Tensor
 ) -> tuple[Segment, Selection]:
-    """Copy the KVs that the heads of a prompt keep into blocks that hold nothing yet.
+    """Copy the KVs that the heads keep into blocks that hold nothing yet.
 
     Parameters
     ----------
-    request : its scores are complete.
     row_slots : integer [n], the request's row of ``req_to_token``; read up to the extent's end.
     slots : int64 [blocks * P], whole blocks to fill, as many as the extent says.
 
@@ -29,22 +103,46 @@ def compact_prompt(
     extent, scores = request.extent, request.scores
     assert extent is not None
     assert scores is not None
-    page = pool.page_size
-    selection = scores.select()
-    source = row_slots[: extent.end].clone()
-    target = slots[::page] // page
-    compact(
-        pool.arena_k, pool.arena_v, source, selection.positions, selection.pages, target
-    )
+    selection, page = scores.select(), pool.page_size
+    source, target = row_slots[: extent.end].clone(), slots[::page] // page
+    compact(pool.arena_k, pool.arena_v, source, selection.positions, selection.pages, target)
     segment = Segment(extent.begin, extent.end, slots, selection.pages, page, request.spec)
     return segment, selection
 
 
-def empty_segment(pool: ArenaKVPool, request: Request) -> Segment:
-    """A segment without blocks: nothing of the prompt is compressed, but all that follows may be."""
-    extent = request.extent
-    assert extent is not None
-    assert extent.begin == extent.end
-    nothing = torch.zeros(0, dtype=torch.int64, device=pool.device)
-    pages = torch.zeros(pool.layer_num * pool.head_num, dtype=torch.int64, device=pool.device)
-    return Segment(extent.end, extent.end, nothing, pages, pool.page_size, request.spec)
+def _loss(cache: CompressingRadixCache, request: Request, extent: Extent) -> str | None:
+    """Why compressing would take more memory than it frees; None where it does not.
+
+    A request that is compressed again while it decodes needs blocks of its own in any case.
+    """
+    if request.goes_on:
+        return None
+    begin, end = extent.begin // cache.page_size, extent.end // cache.page_size
+    held = cache.sharing.share(request, begin, end)
+    if extent.segment_blocks < held:
+        return None
+    return (
+        f"compressed it would hold {extent.segment_blocks} blocks of its own; its share of the "
+        f"{end - begin} it holds together with others is {held:.1f} (prefix_tokens keeps "
+        "what is shared)"
+    )
+
+
+def _compressed(
+    request: Request, extent: Extent, segment: Segment, block: BlockSize
+) -> Report:
+    tail = extent.prompt_tokens - extent.end
+    tail_blocks = -(-tail // block.tokens)
+    always = extent.begin + tail
+    kept = Kept(always, always + len(segment.slots), segment.page_bounds)
+    return Report(
+        extent.prompt_tokens,
+        block,
+        kept,
+        before=extent.end // block.tokens + tail_blocks,
+        own=segment.blocks + tail_blocks,
+        shared=extent.begin // block.tokens,
+        policy=request.spec.policy,
+        rate=request.spec.rate,
+        recompressed=0 if request.goes_on else None,
+    )

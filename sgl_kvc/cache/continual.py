@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 def tracks_attention(spec: CompressionSpec) -> bool:
     """Whether what decode's queries pay decides what is kept when `spec` compresses again."""
-    return spec.continual == "attention"
+    return spec.continual in ("attention", "squared attention")
 
 
 def start_metric(
@@ -82,7 +82,7 @@ def recompress(cache: CompressingRadixCache, req: Req) -> bool:
     slots = cache.allocate(blocks * page)
     if slots is None:
         return False
-    old = cache.req_to_token_pool.req_to_token[req.req_pool_idx, segment.row_begin : end].clone()
+    old = cache.row_slots(req)[segment.row_begin : end].clone()
     with cache.behind_forward(slots):
         pages, first = _held_pages(pool, req.req_pool_idx, segment, end)
         before = torch.arange(pages.shape[1], device=pages.device) < first[:, None]

@@ -15,7 +15,6 @@ What a request's row of ``req_to_token`` holds, by position::
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -26,21 +25,20 @@ from sglang.srt.mem_cache.common import evict_from_tree_cache, maybe_cache_unfin
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
 from sgl_kvc.cache import continual
-from sgl_kvc.cache.compaction import compact_prompt, empty_segment
+from sgl_kvc.cache.compaction import compress, empty_segment, install
 from sgl_kvc.cache.request import Request
 from sgl_kvc.cache.sharing import Sharing
 from sgl_kvc.cache.states import StateCache
 from sgl_kvc.policy.scores import PromptScores
 from sgl_kvc.pool.arena import ArenaKVPool
 from sgl_kvc.pool.segment import Segment
-from sgl_kvc.report import BlockSize, Kept, Report
+from sgl_kvc.report import BlockSize, Report
 from sgl_kvc.spec import Extent
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
 _ENDED_EARLY = "the request ended before its first token was decoded"
-_NO_ROOM = "no free blocks to compress into"
 
 
 class CompressingRadixCache(RadixCache):
@@ -71,6 +69,7 @@ class CompressingRadixCache(RadixCache):
         self.states.clear()
         self.sharing.clear()
         self.pool.spans.reset()
+        self.pool.requests.clear()
 
     # ------------------------------------------------------------------ a request's life
 
@@ -81,6 +80,7 @@ class CompressingRadixCache(RadixCache):
         """
         request = Request.of(req)
         request.row = req.req_pool_idx
+        self.pool.requests[req.rid] = request
         if request.scores is not None or request.segment is not None:
             return  # a later chunk of the same prompt
         extent, tokens = self._extent(req), request.prompt(req)
@@ -90,7 +90,7 @@ class CompressingRadixCache(RadixCache):
             skipped = _ENDED_EARLY
         request.report = Report.uncompressed(len(tokens), self.block, skipped)
         if extent.compressed and not extent.end:
-            self._install(req, empty_segment(self.pool, request))
+            install(self, req, empty_segment(self.pool, request))
         elif extent.compressed and extent.segment_blocks:
             known = self._known_states(req)
             layers, facts = self.pool.layer_num, self.pool.facts
@@ -134,7 +134,7 @@ class CompressingRadixCache(RadixCache):
         """
         request, done = Request.of(req), len(req.get_fill_ids())
         if request.segment is not None:
-            req.prefix_indices = self._row_slots(req)[:done].to(torch.int64, copy=True)
+            req.prefix_indices = self.row_slots(req)[:done].to(torch.int64, copy=True)
             return
         extent = request.extent
         due = extent is not None and extent.compressed and done >= extent.scored
@@ -142,8 +142,8 @@ class CompressingRadixCache(RadixCache):
             super().cache_unfinished_req(req, chunked=chunked)
         if due:
             self._remember_states(req)
-            self._compress(req)
-            req.prefix_indices = self._row_slots(req)[:done].to(torch.int64, copy=True)
+            self._released |= compress(self, req)
+            req.prefix_indices = self.row_slots(req)[:done].to(torch.int64, copy=True)
 
     def cache_finished_req(
         self, req: Req, is_insert: bool = True, *, kv_len_to_handle: int
@@ -160,8 +160,9 @@ class CompressingRadixCache(RadixCache):
         self._remember_states(req)
         segment = request.segment
         if request.goes_on and request.report is not None and segment is not None:
-            request.report.note_peak(kv_len_to_handle - segment.row_begin + segment.begin)
+            request.report.note_peak(req.kv.kv_allocated_len - segment.row_begin + segment.begin)
         self.pool.spans.clear(row)
+        self.pool.requests.pop(req.rid, None)
         self.sharing.remove(request)
         request.retract()
         if segment is None:
@@ -170,7 +171,7 @@ class CompressingRadixCache(RadixCache):
         # All at once: SGLang may want to keep less than was decoded (--strip-thinking-cache) and
         # would free the rest by position, whatever lies there.
         end = req.kv.kv_allocated_len
-        owned = self._row_slots(req)[segment.row_begin : end]
+        owned = self.row_slots(req)[segment.row_begin : end]
         self.token_to_kv_pool_allocator.free_segment(owned, start_pos=segment.row_begin)
         req.kv.kv_allocated_len = kv_len_to_handle
         self.dec_lock_ref(req.last_node)
@@ -203,64 +204,22 @@ class CompressingRadixCache(RadixCache):
                 self._released |= continual.recompress(self, req)
         elif request.extent is not None and request.extent.compressed and _decodes(req):
             if len(req.prefix_indices) >= request.extent.scored:  # there was no room before
-                self._compress(req)
+                self._released |= compress(self, req)
             else:
                 maybe_cache_unfinished_req(req, self)
 
-    def _compress(self, req: Req) -> None:
-        """Copy what is worth keeping into own blocks, and let go of the tree's copy.
-
-        Without room for the copy the scores stay, and `compress_due` tries again. Where the copy
-        would take more than it frees, the request stays as it is.
-        """
-        request, report = Request.of(req), Request.of(req).report
-        extent = request.extent
-        assert extent is not None
-        assert report is not None
-        loss = self._loss(request, extent)
-        if loss is not None:
-            report.skipped, request.scores = loss, None
-            request.extent = dataclasses.replace(extent, skipped=loss)
-            return
-        row_slots = self._row_slots(req)
-        if not extent.segment_blocks:
-            self._install(req, empty_segment(self.pool, request))
-            return
-        slots = self.allocate(extent.segment_blocks * self.page_size)
-        if slots is None:
-            report.skipped = _NO_ROOM
-            return
-        with self.behind_forward(slots):
-            segment, selection = compact_prompt(self.pool, request, row_slots, slots)
-            if request.goes_on and continual.tracks_attention(request.spec):
-                continual.start_metric(self.pool, request, selection, segment, row_slots)
-        self._install(req, segment)
-
-    def _install(self, req: Req, segment: Segment) -> None:
-        """Have `req` read `segment` instead of what it stands for, and report it."""
-        request = Request.of(req)
-        extent = request.extent
-        assert extent is not None
-        with self.behind_forward():
-            self.point_row(req, segment)
-            if request.goes_on and continual.tracks_attention(request.spec):
-                behind = self._row_slots(req)[extent.scored : req.kv_committed_len]
-                self.pool.reset_metric(behind.long())
-                self.pool.spans.track(req.req_pool_idx)
-        self._hold_only(req, segment.begin)
-        req.cache_protected_len = segment.row_begin
-        request.segment, request.scores = segment, None
-        request.report = _compressed(request, extent, segment, self.block)
-        self._released = True
+    def row_slots(self, req: Req) -> torch.Tensor:
+        """The row of `req`, to be read and written."""
+        return self.req_to_token_pool.req_to_token[req.req_pool_idx]
 
     def point_row(self, req: Req, segment: Segment) -> None:
         """Write `segment` into the row of `req`, and where it lies into the span table."""
-        row_slots = self._row_slots(req)
+        row_slots = self.row_slots(req)
         row_slots[segment.begin : segment.row_begin] = 0
         row_slots[segment.row_begin : segment.end] = segment.slots.to(row_slots.dtype)
         self.pool.spans.install(req.req_pool_idx, segment)
 
-    def _hold_only(self, req: Req, tokens: int) -> None:
+    def hold_only(self, req: Req, tokens: int) -> None:
         """Lock the tree's first `tokens` of the prompt and nothing behind them."""
         node = self.root_node
         if tokens:
@@ -269,24 +228,6 @@ class CompressingRadixCache(RadixCache):
             self.inc_lock_ref(node)
         self.dec_lock_ref(req.last_node)
         req.last_node = node
-
-    def _loss(self, request: Request, extent: Extent) -> str | None:
-        """Why compressing would take more memory than it frees; None where it does not.
-
-        A request that is compressed again while it decodes needs blocks of its own in any case.
-        """
-        if request.goes_on:
-            return None
-        page = self.page_size
-        begin, end = extent.begin // page, extent.end // page
-        held = self.sharing.share(request, begin, end)
-        if extent.segment_blocks < held:
-            return None
-        return (
-            f"compressed it would hold {extent.segment_blocks} blocks of its own; its share of the "
-            f"{end - begin} it holds together with others is {held:.1f} (prefix_tokens keeps "
-            "what is shared)"
-        )
 
     def allocate(self, tokens: int) -> torch.Tensor | None:
         """Slots of `tokens` in whole blocks, evicted from the tree if need be; None: too full.
@@ -339,10 +280,6 @@ class CompressingRadixCache(RadixCache):
         if request.spec.all_queries and request.scores is not None and request.scores.complete:
             self.states.put(request.states_key(req), request.scores.states)
 
-    def _row_slots(self, req: Req) -> torch.Tensor:
-        """The row of `req`, to be read and written."""
-        return self.req_to_token_pool.req_to_token[req.req_pool_idx]
-
 
 def _decodes(req: Req) -> bool:
     """Whether a decode step will read what `req` holds."""
@@ -355,23 +292,3 @@ def _shows_its_prompt(req: Req) -> bool:
     SGLang sends such a request before the copies of ``n > 1``; they will find the states.
     """
     return req.sampling_params.max_new_tokens == 0 and Request.of(req).spec.all_queries
-
-
-def _compressed(
-    request: Request, extent: Extent, segment: Segment, block: BlockSize
-) -> Report:
-    tail = extent.prompt_tokens - extent.end
-    tail_blocks = -(-tail // block.tokens)
-    always = extent.begin + tail
-    kept = Kept(always, always + len(segment.slots), segment.page_bounds)
-    return Report(
-        extent.prompt_tokens,
-        block,
-        kept,
-        before=extent.end // block.tokens + tail_blocks,
-        own=segment.blocks + tail_blocks,
-        shared=extent.begin // block.tokens,
-        policy=request.spec.policy,
-        rate=request.spec.rate,
-        recompressed=0 if request.goes_on else None,
-    )

@@ -22,7 +22,9 @@ class Sharing:
     def __init__(self) -> None:
         self.holders: Counter[Hashable] = Counter()
 
-    def add(self, request: Request, tokens: Sequence[int], namespace: str | None, page: int) -> None:
+    def add(
+        self, request: Request, tokens: Sequence[int], namespace: str | None, page: int
+    ) -> None:
         """Count `request`, whose prompt is `tokens`. A second time does nothing."""
         if not request.block_digests:
             request.block_digests = chained_digests(tokens, namespace, page)

@@ -46,11 +46,6 @@ def begin_prefill(_result: Any, batch) -> None:
             begin(req)
 
 
-def name_requests(forward_batch, _cls, batch, *_args: Any, **_kwargs: Any) -> None:
-    """``ForwardBatch.init_new``: attention finds what we know of each request."""
-    forward_batch.kvc_requests = [getattr(req, "kvc", None) for req in batch.reqs]
-
-
 def compress_due(batch) -> None:
     """``ScheduleBatch.prepare_for_decode``: every KV of the batch is stored or on its way.
 
@@ -74,11 +69,11 @@ def stop_at_cut(original, adder, req, **kwargs: Any) -> Any:
     first_chunk = "has_chunked_req" in kwargs  # add_one_req is told whether one is cut already
     limit = adder.rem_chunk_tokens
     rest = adder.ceil_paged_tokens(len(req.full_untruncated_fill_ids) - len(req.prefix_indices))
-    if first_chunk and (kwargs["has_chunked_req"] or adder.new_chunked_req is not None):
-        if room is not None or (limit is not None and rest > limit):
-            from sglang.srt.managers.schedule_policy import AddReqResult
+    would_be_cut = room is not None or (limit is not None and rest > limit)
+    if first_chunk and would_be_cut and (kwargs["has_chunked_req"] or adder.new_chunked_req):
+        from sglang.srt.managers.schedule_policy import AddReqResult
 
-            return AddReqResult.OTHER
+        return AddReqResult.OTHER
     if room is None and limit is None and not first_chunk:
         room = rest  # SGLang goes on with a cut request by a limit alone
     if room is None or (limit is not None and limit <= room):
@@ -157,12 +152,6 @@ HOOKS = (
         f"{_BATCH}.prepare_for_extend",
         "AFTER",
         begin_prefill,
-        "what is scored has to be known before the prefill runs",
-    ),
-    Hook(
-        "sglang.srt.model_executor.forward_batch_info.ForwardBatch.init_new",
-        "AFTER",
-        name_requests,
         "the attention backend sees rows, not requests",
     ),
     Hook(

@@ -8,6 +8,7 @@ request owns holds the same ``L * H`` head pages in another order (docs/design.m
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from kvc_kernels.cache import KVCache
@@ -29,6 +30,8 @@ class ArenaKVPool(MHATokenToKVPool):
     flat_k, flat_v : the same memory by head page, [num_blocks * L * H, P, D], fp8 as such.
     spans, cache : where the KVs of every request row lie, and the view of it all that attention
         reads; made by `bind`.
+    requests : those that hold memory, by SGLang's request id: the radix cache's
+        `sgl_kvc.cache.request.Request`, which attention asks for by the ids of a batch.
     facts : about the model, for the policies; set by the attention backend.
     """
 
@@ -37,6 +40,7 @@ class ArenaKVPool(MHATokenToKVPool):
 
     def __init__(self, *args, kv_cache_layout: str | None = None, **kwargs):
         super().__init__(*args, kv_cache_layout="head_pages", **kwargs)
+        self.requests: dict[str, Any] = {}
         self.facts = ModelFacts()
 
     def bind(self, req_to_token_pool: ReqToTokenPool) -> KVCache:
