@@ -6,12 +6,14 @@ decode steps that add to the metric of compression in decode.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import TYPE_CHECKING
 
 import torch
-from kvc_kernels.gpu.flashinfer_decode import DecodePlan, supported
-from kvc_kernels.gpu.flashinfer_prefill import PrefillPlan, try_out
+from kvc_kernels.cache import Batch
+from kvc_kernels.gpu.flashinfer_decode import PagedDecode, supported
+from kvc_kernels.gpu.flashinfer_prefill import PagedPrefill, try_out
 from sglang.srt.layers.radix_attention import RadixAttention
 
 from sgl_kvc.attention.backend import KvcAttentionBackend
@@ -51,19 +53,19 @@ class FlashInferAttentionBackend(KvcAttentionBackend):
         if reason:
             raise UnsupportedError(f"--kvc-decode {kernels}: {reason}")
         self._max_pages = -(-self.req_to_token.shape[1] // self.cache.page_size)
-        self._decode: DecodePlan | None = None
-        self._by_batch: dict[int, DecodePlan] = {}  # graphs hold their buffers
+        self._decode: PagedDecode | None = None
+        self._by_batch: dict[int, PagedDecode] = {}  # graphs hold their buffers
         self._workspace = self._bytes() if kernels else None
-        self._prefill: PrefillPlan | None = None
+        self._prefill: PagedPrefill | None = None
         self._prefills = self._tried_prefill()
 
-    def _tried_prefill(self) -> PrefillPlan | None:
+    def _tried_prefill(self) -> PagedPrefill | None:
         """None where FlashInfer cannot prefill this model here; the log says why."""
         reason = self._unsupported("fa2")
         if reason is None:
             arena = self.cache.arena_k
             try:
-                plan = PrefillPlan(
+                prefill = PagedPrefill(
                     self._bytes(),
                     query_heads=self.query_heads,
                     heads=self.cache.heads,
@@ -73,12 +75,12 @@ class FlashInferAttentionBackend(KvcAttentionBackend):
                     kv_dtype=arena.dtype,
                     scale=self.scale,
                 )
-                try_out(plan, arena.device)
+                try_out(prefill, arena.device)
             except Exception as error:  # compilers, loaders and launches fail in many ways
                 reason = f"{type(error).__name__}: {error}"
             else:
                 logger.info("FlashInfer prefills what is not compressed")
-                return plan
+                return prefill
         logger.warning("Triton prefills, not FlashInfer: %s", reason)
         return None
 
@@ -97,32 +99,37 @@ class FlashInferAttentionBackend(KvcAttentionBackend):
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         super().init_forward_metadata(forward_batch)
+        batch = self._batch(forward_batch)
         if forward_batch.forward_mode.is_decode_or_idle():
-            self._plan_decode(forward_batch)
+            self._plan_decode(forward_batch, batch)
             return
-        compressed = any(each is not None and each.segment for each in self.requests(forward_batch))
-        self._prefill = None if compressed else self._prefills
-        if self._prefill is not None:
-            self._prefill.plan(
-                self.req_to_token,
-                forward_batch.req_pool_indices,
-                list(forward_batch.extend_prefix_lens_cpu),
-                list(forward_batch.extend_seq_lens_cpu),
-            )
+        self._prefill, uncompressed = None, self._uncompressed(forward_batch, batch)
+        if self._prefills is not None and uncompressed is not None:
+            self._prefill = self._prefills
+            self._prefill.plan(uncompressed)
+
+    def _uncompressed(self, forward_batch: ForwardBatch, batch: Batch) -> Batch | None:
+        """`batch` with its rows on the host; None unless it is known that none is compressed."""
+        requests = self.requests(forward_batch)
+        rows = [each.row for each in requests if each is not None and each.segment is None]
+        if None in rows or len(rows) != forward_batch.batch_size:
+            return None
+        lens = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
+        return dataclasses.replace(batch, rows=list(zip(rows, *lens, strict=True)))
 
     def init_forward_metadata_out_graph(
         self, forward_batch: ForwardBatch, in_capture: bool = False
     ) -> None:
         """Before a decode step is captured, and before each replay."""
-        self._plan_decode(forward_batch)
+        self._plan_decode(forward_batch, self._new_batch(forward_batch))
 
-    def _plan_decode(self, forward_batch: ForwardBatch) -> None:
+    def _plan_decode(self, forward_batch: ForwardBatch, batch: Batch) -> None:
         if self.kernels is None:
             return
         requests, page_size = forward_batch.batch_size, self.cache.page_size
-        plan = self._by_batch.get(requests)
-        if plan is None:
-            plan = self._by_batch[requests] = DecodePlan(
+        decode = self._by_batch.get(requests)
+        if decode is None:
+            decode = self._by_batch[requests] = PagedDecode(
                 self.kernels,
                 self.cache,
                 requests,
@@ -135,8 +142,8 @@ class FlashInferAttentionBackend(KvcAttentionBackend):
         pages = None
         if self.kernels == "fa2":
             pages = [-(-int(length) // page_size) for length in forward_batch.seq_lens_cpu]
-        plan.plan(forward_batch.req_pool_indices, forward_batch.seq_lens, pages)
-        self._decode = plan
+        decode.plan(batch, pages)
+        self._decode = decode
 
     def attend_decode(
         self, query: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch
@@ -160,8 +167,6 @@ class FlashInferAttentionBackend(KvcAttentionBackend):
             query,
             k.view(-1, layer.tp_k_head_num, layer.qk_head_dim),
             v.view(-1, layer.tp_v_head_num, layer.v_head_dim),
-            self.cache.arena_k,
-            self.cache.arena_v,
             any(each is not None and each.scores for each in self.requests(forward_batch)),
         )
 

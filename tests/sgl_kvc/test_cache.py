@@ -184,8 +184,9 @@ class Lives(RuleBasedStateMachine):
         found = []
         for layer, pages in enumerate(batch.head_pages):
             for head in range(HEADS):
-                mine = (pages.owner == head).nonzero().flatten().tolist()
-                spans = [(int(pages.page[i]), int(pages.length[i])) for i in mine]
+                mine = (pages.owner == head).nonzero().flatten()
+                lengths = (~pages.absent[mine]).sum(1).tolist()
+                spans = list(zip(pages.page[mine].tolist(), lengths, strict=True))
                 keys = torch.cat([world.pool.flat_k[page, :n] for page, n in spans])
                 values = torch.cat([world.pool.flat_v[page, :n] for page, n in spans])
                 assert torch.equal(keys, -values)
