@@ -26,10 +26,10 @@ def decode(
     batch : its requests; their new KVs are in the cache already.
     layer : of the arena.
     scale : factor on the logits.
-    metric : float32 [num_blocks, L, H, P], written: squared attention, summed over the query
+    metric : float32 [num_blocks, L, H, P], written: a power of attention, summed over the query
         group, is added to the KVs of `tracked` requests (arXiv 2410.00161, eq. 20), but for those
         of shared spans, which belong to others.
-    tracked : bool [rows], by request row; needed with `metric`.
+    tracked : int32 [rows], by request row: the power, 1 or 2; 0 for none. Needed with `metric`.
 
     Returns
     -------
@@ -79,7 +79,9 @@ def decode_torch(
         mine = batch.tracked_pages(tracked)[layer]
         page, owner = (each.index_select(0, mine) for each in (pages.page, pages.owner))
         attention = weights.index_select(0, mine).div_(total.index_select(0, owner)[..., None])
-        metric.flatten(0, 2).index_add_(0, page, attention.square_().sum(1))
+        power = tracked.index_select(0, batch.request.long()).index_select(0, owner // cache.heads)
+        attention.pow_(power[:, None, None])
+        metric.flatten(0, 2).index_add_(0, page, attention.sum(1))
     out /= total.clamp(min=torch.finfo(torch.float32).tiny)[..., None]
     lse = largest + total.log()
     shape = requests, query_heads
@@ -109,8 +111,9 @@ def decode_reference(
             if metric is None or not tracked[row]:
                 continue
             pages = head_pages_reference(batch, request, layer, head)
-            squares = (logits.softmax(-1) ** 2).sum(0).split([length for _, length, _ in pages])
-            for (page, length, span), part in zip(pages, squares, strict=True):
+            paid = (logits.softmax(-1) ** int(tracked[row])).sum(0)
+            paid = paid.split([length for _, length, _ in pages])
+            for (page, length, span), part in zip(pages, paid, strict=True):
                 if span:
                     metric.flatten(0, 2)[page, :length] += part
     return out.flatten(1, 2), lse.flatten(1, 2)

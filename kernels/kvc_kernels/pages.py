@@ -166,14 +166,15 @@ def head_pages(batch: Batch) -> list[HeadPages]:
 
 
 def tracked_pages(batch: Batch, tracked: torch.Tensor) -> list[torch.Tensor]:
-    """Which head pages belong to requests that are `tracked` (bool [rows]); none of shared spans.
+    """Which head pages belong to requests whose `tracked` (int32 [rows]) is not 0; none of shared
+    spans.
 
     Returns
     -------
     chosen : of every layer int64 [M], indices into its `HeadPages`.
     """
     _, _, count = batch.runs
-    of_request = tracked.index_select(0, batch.request.long())
+    of_request = tracked.index_select(0, batch.request.long()) > 0
     of_run = of_request[:, None, None].repeat(count.shape[0], 1, count.shape[2], 3)
     of_run[..., 0] = False
     chosen = torch.repeat_interleave(of_run.view(-1), count.view(-1))

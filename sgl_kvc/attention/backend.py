@@ -192,7 +192,7 @@ class KvcAttentionBackend(AttentionBackend):
     def _reset_metric(self, forward_batch: ForwardBatch) -> None:
         """Start the metric of new KVs at zero, of requests whose attention is tracked."""
         new = forward_batch.out_cache_loc
-        tracked = self.spans.tracked[forward_batch.req_pool_indices.long()]
+        tracked = self.spans.tracked[forward_batch.req_pool_indices.long()] > 0
         if not forward_batch.forward_mode.is_decode_or_idle():
             tracked = tracked.repeat_interleave(forward_batch.extend_seq_lens, output_size=len(new))
         self.pool.reset_metric(new[tracked])

@@ -53,7 +53,7 @@ def compress(cache: CompressingRadixCache, req: Req) -> bool:
     row_slots = cache.row_slots(req)
     with cache.behind_forward(slots):
         segment, selection = _copy(cache.pool, request, row_slots, slots)
-        if request.goes_on and continual.tracks_attention(request.spec):
+        if request.goes_on and continual.tracked_power(request.spec):
             continual.start_metric(cache.pool, request, selection, segment, row_slots)
     install(cache, req, segment)
     return True
@@ -66,10 +66,11 @@ def install(cache: CompressingRadixCache, req: Req, segment: Segment) -> None:
     assert extent is not None
     with cache.behind_forward():
         cache.point_row(req, segment)
-        if request.goes_on and continual.tracks_attention(request.spec):
+        power = continual.tracked_power(request.spec)
+        if request.goes_on and power:
             behind = cache.row_slots(req)[extent.scored : req.kv_committed_len]
             cache.pool.reset_metric(behind.long())
-            cache.pool.spans.track(req.req_pool_idx)
+            cache.pool.spans.track(req.req_pool_idx, power)
     cache.hold_only(req, segment.begin)
     req.cache_protected_len = segment.row_begin
     request.segment, request.scores = segment, None

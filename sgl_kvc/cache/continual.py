@@ -1,7 +1,7 @@
 """Compression that goes on while a request decodes (arXiv 2410.00161, eq. 20).
 
 The metric of a KV is its score from prefill plus the squared attention that every decode step
-since gave it; attention adds it up in ``pool.metric``.
+since gave it (H2O: the attention itself); decode adds it up in ``pool.metric``.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from sgl_kvc.cache.radix import CompressingRadixCache
 
 
-def tracks_attention(spec: CompressionSpec) -> bool:
-    """Whether what decode's queries pay decides what is kept when `spec` compresses again."""
-    return spec.continual in ("attention", "squared attention")
+def tracked_power(spec: CompressionSpec) -> int:
+    """The power of what decode's queries pay that counts when `spec` compresses again; 0: none."""
+    return {"attention": 1, "squared attention": 2}.get(spec.continual or "", 0)
 
 
 def start_metric(
@@ -105,7 +105,7 @@ def recompress(cache: CompressingRadixCache, req: Req) -> bool:
         head = _owners(selection, page)
         source, offset = pages[head, selection.positions // page], selection.positions % page
         arenas = [pool.arena_k, pool.arena_v]
-        if tracks_attention(spec):
+        if tracked_power(spec):
             arenas.append(pool.metric)
         for arena in arenas:
             move(arena, source, offset, slots[::page] // page)

@@ -26,17 +26,18 @@ class SpanTable:
     Attributes
     ----------
     spans : the tensors; all zero for an uncompressed row.
-    tracked : bool [rows], whether decode adds to the metric of the row's KVs.
+    tracked : int32 [rows], the power of attention that decode adds to the metric of the row's KVs;
+        0 for none.
     """
 
     def __init__(self, rows: int, heads: int, device: str | torch.device):
         self.spans = Spans.uncompressed(rows, heads, device)
-        self.tracked = torch.zeros(rows, dtype=torch.bool, device=device)
+        self.tracked = torch.zeros(rows, dtype=torch.int32, device=device)
         self._tensors = tuple(getattr(self.spans, each.name) for each in fields(Spans))
         self._canonical = torch.arange(heads, dtype=torch.int32, device=device)
         # On the host, so that nothing has to ask the device.
         self._segments: dict[int, Segment] = {}
-        self._tracked: set[int] = set()
+        self._tracked: dict[int, int] = {}
 
     def install(self, row: int, segment: Segment) -> None:
         """Have `row` read `segment`, behind the canonical blocks before ``segment.begin``."""
@@ -56,10 +57,10 @@ class SpanTable:
         """Whether a segment is installed in `row`."""
         return row in self._segments
 
-    def track(self, row: int) -> None:
-        """Have decode add to the metric of `row`'s KVs until it is cleared."""
-        self.tracked[row] = True
-        self._tracked.add(row)
+    def track(self, row: int, power: int) -> None:
+        """Have decode add attention, to a `power` of 1 or 2, to the metric of `row`'s KVs."""
+        self.tracked[row] = power
+        self._tracked[row] = power
 
     def tracks_attention(self, row: int | None = None) -> bool:
         """Whether decode adds to the metric of `row`'s KVs, or of any row's."""
@@ -67,9 +68,8 @@ class SpanTable:
 
     def clear(self, row: int) -> None:
         """Make `row` uncompressed again."""
-        if row in self._tracked:
-            self._tracked.discard(row)
-            self.tracked[row] = False
+        if self._tracked.pop(row, None) is not None:
+            self.tracked[row] = 0
         if self._segments.pop(row, None) is not None:
             for tensor in self._tensors:
                 tensor[row] = 0
@@ -84,7 +84,7 @@ class SpanTable:
     def check_integrity(self) -> None:
         """Raise AssertionError unless every row holds what its segment says, and zeros else."""
         for row in range(len(self.tracked)):
-            assert bool(self.tracked[row]) == (row in self._tracked), f"row {row}: tracked"
+            assert int(self.tracked[row]) == self._tracked.get(row, 0), f"row {row}: tracked"
             state = [tensor[row] for tensor in self._tensors]
             segment = self._segments.get(row)
             if segment is None:

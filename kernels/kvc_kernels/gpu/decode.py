@@ -107,11 +107,12 @@ def _accumulate(
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
     TILE: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
-    """Squared attention of one split of one head, added to the metric of its own span and tail."""
+    """A power of one split's attention, added to the metric of the head's own span and tail."""
     owner, split, splits = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
     batch, head = owner // HEADS, owner % HEADS
     row = tl.load(request + batch).to(tl.int64)
-    if tl.load(tracked + row) != 0:
+    power = tl.load(tracked + row)
+    if power != 0:
         spans = head_spans(begin, first, count, stride, row, layer * HEADS + head, PER_BLOCK)
         held, shared = held_kvs(spans, tl.load(seq_len + batch), P), spans[0] * P
         share = tl.cdiv(tl.cdiv(held - shared, TILE), splits) * TILE
@@ -135,7 +136,8 @@ def _accumulate(
             attention = tl.where(mine[:, None], tl.exp(logits - natural[:, None]), 0.0)
             # No other program has these pages: nobody else holds a tracked request's own ones.
             before = tl.load(metric + place, mask=valid, other=0.0)
-            tl.store(metric + place, before + tl.sum(attention * attention, 0), mask=valid)
+            paid = tl.where(power == 2, attention * attention, attention)
+            tl.store(metric + place, before + tl.sum(paid, 0), mask=valid)
 
 
 def splits_for(requests: int, cache: KVCache) -> int:

@@ -53,7 +53,7 @@ def cases(architecture: int) -> Iterator[tuple]:
                 f"metric {name}", _accumulate,
                 {
                     "query": f"*{q}", "arena_k": f"*{kv}", "lse": "*fp32", "metric": "*fp32",
-                    "tracked": "*i1", **TABLES, **NUMBERS,
+                    "tracked": "*i32", **TABLES, **NUMBERS,
                 },
                 split,
             )  # fmt: skip

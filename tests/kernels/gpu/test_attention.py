@@ -68,8 +68,8 @@ def test_the_metric_of_tracked_requests(case, splits, device):
     """Nothing is added to KVs of shared spans, or to those of other requests."""
     drawn = build(RAGGED[case])
     query = torch.randn(len(drawn.keys), HEADS * 2, 16)
-    tracked = torch.ones(len(drawn.cache.req_to_token), dtype=torch.bool)
-    tracked[3] = False
+    tracked = 1 + torch.arange(len(drawn.cache.req_to_token), dtype=torch.int32) % 2
+    tracked[3] = 0
     metric = torch.rand(drawn.cache.arena_k.shape[:-1])
     expected, got = metric.clone(), metric.to(device)
     decode_reference(query, drawn.batch, 1, 0.25, metric=expected, tracked=tracked)

@@ -21,7 +21,7 @@ def test_launchers(device):
     cache = batch.cache
     query = torch.randn(len(batch.request), HEADS * 2, 16, device=device)
     metric = torch.zeros(cache.arena_k.shape[:-1], device=device)
-    tracked = torch.ones(len(cache.req_to_token), dtype=torch.bool, device=device)
+    tracked = torch.ones(len(cache.req_to_token), dtype=torch.int32, device=device)
     slots = torch.arange(8, 32, device=device)
     pages = torch.ones(LAYERS * HEADS, dtype=torch.int64, device=device)
     target = torch.tensor([1], device=device)
