@@ -23,7 +23,8 @@ def test_blocks_are_as_designed(server, tokens, rate):
     whole, rest = divmod(tokens, BLOCK)
     segment = max(1, math.ceil(whole / rate))
     tail_blocks = 1 if rest else 0
-    assert report["blocks"] == {"before": whole + tail_blocks, "after": segment + tail_blocks}
+    after = segment + tail_blocks
+    assert report["blocks"] == {"before": whole + tail_blocks, "after": after, "shared": 0}
     assert report["bytes"]["before"] == (whole + tail_blocks) * BLOCK_BYTES
     assert report["bytes"]["after"] == (segment + tail_blocks) * BLOCK_BYTES
     assert report["kept_per_head"]["mean"] == segment * BLOCK + rest
