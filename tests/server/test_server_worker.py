@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -21,12 +22,15 @@ BODY = {
 }
 
 
-def stream(gateway: Gateway) -> tuple[float, bytes]:
-    """When a long stream ended, and the last event it had."""
+def stream(gateway: Gateway, begun: threading.Event) -> tuple[float, bytes]:
+    """When a long stream ended, and the last event it had; `begun` is set at its first bytes."""
     url = f"{gateway.url}/v1/chat/completions"
     with httpx.stream("POST", url, json=BODY | {"stream": True}, timeout=60) as answer:
         assert answer.status_code == 200
-        text = b"".join(answer.iter_raw())
+        text = b""
+        for part in answer.iter_raw():
+            text += part
+            begun.set()
     return time.monotonic(), [line for line in text.split(b"\n\n") if line][-1]
 
 
@@ -56,8 +60,11 @@ def test_a_killed_worker_is_replaced(gateway: Gateway, victim: str) -> None:
     process, family = getattr(gateway, victim)(), gateway.worker().children(recursive=True)
     family.append(gateway.worker())
     with ThreadPoolExecutor() as pool:
-        streaming, waiting = pool.submit(stream, gateway), pool.submit(wait_for_it, gateway)
-        time.sleep(1.5)
+        begun = threading.Event()
+        waiting = pool.submit(wait_for_it, gateway)
+        time.sleep(1)
+        streaming = pool.submit(stream, gateway, begun)
+        assert begun.wait(60)
         assert not streaming.done()
         assert not waiting.done()
         killed = time.monotonic()
