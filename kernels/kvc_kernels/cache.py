@@ -8,7 +8,7 @@ import functools
 import torch
 
 from kvc_kernels import pages
-from kvc_kernels.pages import HeadPages, RowPages
+from kvc_kernels.pages import HeadPages
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -154,8 +154,15 @@ class Batch:
 
     @functools.cached_property
     def head_pages(self) -> list[HeadPages]:
-        """What a decode step reads, one entry a layer; worked out once for all layers."""
+        """The pages of every request and head, one entry a layer; worked out once for all."""
         return pages.head_pages(self)
+
+    @functools.cached_property
+    def held(self) -> list[list[list[int]]]:
+        """KVs of every request and head, ``held[layer][request][head]``; worked out once."""
+        _, in_tail, count = self.runs
+        in_spans = count[..., :2].sum(-1) * self.cache.page_size
+        return (in_spans + in_tail[:, None]).tolist()
 
     def tracked_pages(self, tracked: torch.Tensor) -> list[torch.Tensor]:
         """`pages.tracked_pages`, worked out once for all layers that ask with the same tensor."""
@@ -163,8 +170,3 @@ class Batch:
         if known is None or known[0] is not tracked:
             known = self.__dict__["_tracked"] = tracked, pages.tracked_pages(self, tracked)
         return known[1]
-
-    @functools.cached_property
-    def row_pages(self) -> list[RowPages]:
-        """What each of `rows` reads in a prefill; worked out once for all layers."""
-        return pages.row_pages(self)

@@ -46,25 +46,27 @@ def extend(
 
 def extend_torch(query: torch.Tensor, batch: Batch, layer: int, scale: float) -> torch.Tensor:
     """`extend` in torch, on any device, without the log-sum-exp."""
-    cache, first = batch.cache, 0
+    cache, page_size = batch.cache, batch.cache.page_size
+    group = query.shape[1] // cache.heads
     out = query.new_empty(*query.shape[:2], cache.flat_v.shape[-1])
-    for (_, _, new), pages in zip(batch.rows, batch.row_pages, strict=True):
-        mine, held = slice(first, first + new), pages.held[layer]
+    first = first_page = 0
+    for (_, _, new), held in zip(batch.rows, batch.held[layer], strict=True):
+        tokens = slice(first, first + new)
         first += new
-        if not new:
-            continue
-        # Heads of one length take one step together; those of a packed span one each.
-        alike = len(set(held)) == 1
-        heads = [slice(None)] if alike else [slice(h, h + 1) for h in range(cache.heads)]
-        grouped, result = (x[mine].unflatten(1, (cache.heads, -1)) for x in (query, out))
-        for some in heads:
-            of_some = pages.page[layer, some, : -(-held[some][0] // cache.page_size)]
+        # Heads that hold equally many KVs take one step together.
+        together = cache.heads if len(set(held)) == 1 else 1
+        for head in range(0, cache.heads, together):
+            count = together * -(-held[head] // page_size)
+            pages = batch.head_pages[layer].page[first_page : first_page + count]
+            first_page += count
+            if not new:
+                continue
             keys, values = (
-                flat[of_some].flatten(1, 2)[:, : held[some][0]]
+                flat.index_select(0, pages).view(together, -1, flat.shape[-1])[:, : held[head]]
                 for flat in (cache.flat_k, cache.flat_v)
             )
-            attended = _attend(grouped[:, some].flatten(1, 2), keys, values, scale)
-            result[:, some] = attended.view_as(result[:, some])
+            lanes = slice(head * group, (head + together) * group)
+            out[tokens, lanes] = _attend(query[tokens, lanes], keys, values, scale)
     return out
 
 

@@ -27,21 +27,6 @@ class HeadPages:
     absent: torch.Tensor
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class RowPages:
-    """The head pages of one request.
-
-    Attributes
-    ----------
-    page : int64 [L, H, C], page ids of every head, in order; C is the most that any head has.
-        Behind a head's last page there is any page.
-    held : KVs of every head, ``held[layer][head]``.
-    """
-
-    page: torch.Tensor
-    held: list[list[int]]
-
-
 def span_pages(
     cache: KVCache,
     begin: torch.Tensor,
@@ -101,7 +86,7 @@ def page_ids(
 
 
 def runs(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """What a decode step reads, counted.
+    """What a forward reads, counted.
 
     Returns
     -------
@@ -123,7 +108,7 @@ def runs(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 def head_pages(batch: Batch) -> list[HeadPages]:
     """The head pages of every request and head, in order, one entry a layer.
 
-    All layers at once: this is many small steps, and a decode step should take them once. A run
+    All layers at once: this is many small steps, and a forward should take them once. A run
     is what a head of a request has in one span or in the tail; there are [L, B, H, 3].
     """
     cache, spans = batch.cache, batch.cache.spans
@@ -180,24 +165,6 @@ def tracked_pages(batch: Batch, tracked: torch.Tensor) -> list[torch.Tensor]:
     chosen = torch.repeat_interleave(of_run.view(-1), count.view(-1))
     sizes = [len(pages.page) for pages in batch.head_pages]
     return [of_layer.nonzero().squeeze(1) for of_layer in chosen.split(sizes)]
-
-
-def row_pages(batch: Batch) -> list[RowPages]:
-    """The head pages of each of the batch's `rows`, in all layers."""
-    cache, spans = batch.cache, batch.cache.spans
-    layers, heads, page_size = cache.layers, cache.heads, cache.page_size
-    layer_head = torch.arange(layers * heads, device=cache.req_to_token.device)
-    found = []
-    for row, before, new in batch.rows:
-        packed = spans.count[row].sum(0, dtype=torch.int32)
-        held = packed * page_size + (before + new) - spans.begin[row, 2]
-        count = (held + (page_size - 1)) // page_size
-        nth = torch.arange(int(count.max()), device=count.device)
-        nth = torch.minimum(nth, count[:, None] - 1)
-        page = page_ids(cache, row, layer_head[:, None], nth)
-        by_layer = page.unflatten(0, (layers, heads)), held.unflatten(0, (layers, heads))
-        found.append(RowPages(by_layer[0], by_layer[1].tolist()))
-    return found
 
 
 def head_pages_reference(

@@ -15,7 +15,7 @@ from kvc_kernels.dispatch import use_triton
 
 #: `put_first` scales scores of [1e-12, 1e7] to [1e9, 1e28]: above every other score, below what
 #: selection itself protects. A factor, so that small scores keep their order.
-_FIRST, _LEAST, _MOST = 1e21, 1e-12, 1e7
+_FIRST, _MIN, _MAX = 1e21, 1e-12, 1e7
 
 
 def block_elements(like: torch.Tensor) -> int:
@@ -173,7 +173,7 @@ def put_first(scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
 
     Above those of other heads and layers too, so that any apportioner sees it.
     """
-    return torch.where(chosen, scores.clamp(_LEAST, _MOST) * _FIRST, scores)
+    return torch.where(chosen, scores.clamp(_MIN, _MAX) * _FIRST, scores)
 
 
 def put_last_first(scores: torch.Tensor, count: int) -> torch.Tensor:

@@ -128,6 +128,18 @@ def test_decode_tracks_attention(case):
         )
 
 
+def test_other_requests_are_tracked_in_the_same_step():
+    """What a step works out once is of the tensor that says who is tracked."""
+    drawn = build(RAGGED["mixed"])
+    query, rows = torch.randn(4, HEADS, 16), len(drawn.cache.req_to_token)
+    for row in (2, 4):
+        tracked = torch.arange(rows) == row
+        metrics = [torch.zeros(drawn.cache.arena_k.shape[:-1]) for _ in range(2)]
+        decode(query, drawn.batch, 0, 0.25, metric=metrics[0], tracked=tracked)
+        decode_reference(query, drawn.batch, 0, 0.25, metric=metrics[1], tracked=tracked)
+        torch.testing.assert_close(*metrics, **BOUND)
+
+
 NEW = [
     ("uncompressed", [1, 3, 17]),
     ("uncompressed", [1, 8, 9]),

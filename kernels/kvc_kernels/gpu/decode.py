@@ -17,7 +17,7 @@ from kvc_kernels.gpu.layout import INTERPRETED, head_kv, head_spans, held_kvs, t
 #: Keys of a tile at a time, by the head dim it is padded to.
 _TILE = {16: 128, 32: 128, 64: 128, 128: 64, 256: 32}
 #: Programs that fill a GPU, and what a split is not cut below.
-_PROGRAMS_PER_PROCESSOR, _MOST_SPLITS = 4, 64
+_PROGRAMS_PER_PROCESSOR, _MAX_SPLITS = 4, 64
 #: Of a program over an 8-bit cache: by itself it takes 189 (sm_90), and two fit a processor, not 3.
 REGISTERS_OF_8_BITS = 168
 
@@ -147,7 +147,7 @@ def splits_for(requests: int, cache: KVCache) -> int:
         return 1
     processors = torch.cuda.get_device_properties(cache.arena_k.device).multi_processor_count
     wanted = triton.cdiv(_PROGRAMS_PER_PROCESSOR * processors, rows)
-    return max(1, min(_MOST_SPLITS, wanted))
+    return max(1, min(_MAX_SPLITS, wanted))
 
 
 def decode(

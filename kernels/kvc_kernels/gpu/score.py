@@ -234,10 +234,10 @@ def _blocks(queries: torch.Tensor, rows: int) -> dict[str, int]:
     dim = queries.shape[2]
     padded = max(16, triton.next_power_of_2(dim))
     size = padded * queries.dtype.itemsize
-    most = 16 if queries.dtype == torch.float32 else min(64, 16384 // size)
+    max_rows = 16 if queries.dtype == torch.float32 else min(64, 16384 // size)
     return {
         "D": dim,
         "D_PAD": padded,
-        "ROWS": max(16, min(most, triton.next_power_of_2(rows))),
+        "ROWS": max(16, min(max_rows, triton.next_power_of_2(rows))),
         "TILE": 64 if size <= 512 else 16,
     }

@@ -49,7 +49,7 @@ def test_decode_of_other_shapes(page, dim, device):
 
 @pytest.mark.parametrize("tail", [0, 1, 7, 8, 9])
 def test_decode_at_the_edges_of_a_page(tail, device):
-    rows = [Row(tail), Row(tail, [1] * 6), Row(tail, shared=1), Row(tail, [2] * 6, [1] * 6)]
+    rows = [Row(tail), Row(tail, [1] * 6), Row(tail, shared=2), Row(tail, [2] * 6, [2] * 6)]
     check_decode(build(rows), 2, torch.float32, device, 2)
 
 
