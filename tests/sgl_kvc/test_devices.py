@@ -15,17 +15,22 @@ import kvc_kernels.gpu.select
 import kvc_kernels.gpu.store
 import pytest
 import torch
-from sgl_kvc.cache.plan import Plan
+from kvc_kernels.gpu import decode as triton_decode
+from kvc_kernels.gpu import extend as triton_extend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch._subclasses import FakeTensorMode
 
-from sgl_kvc.attention import triton_backend
+from sgl_kvc.attention.backend import KvcAttentionBackend
 from sgl_kvc.cache import continual
 from sgl_kvc.cache.radix import CompressingRadixCache
+from sgl_kvc.cache.request import Request
+from sgl_kvc.cache.sharing import Sharing
 from sgl_kvc.policy.base import ModelFacts
+from sgl_kvc.policy.scores import PromptScores
 from sgl_kvc.pool.arena import ArenaKVPool
-from sgl_kvc.spec import PRESETS, parse
+from sgl_kvc.report import BlockSize, Report
+from sgl_kvc.spec import PRESETS, Extent, parse
 
 LAYERS, HEADS, GROUP, DIM, PAGE, HIDDEN, N = 3, 2, 2, 16, 8, 24, 200
 ROW, CONTEXT = 1, 512
