@@ -7,16 +7,18 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from kvc_kernels.cache import Batch
 from kvc_kernels.decode import decode
-from kvc_kernels.pages import Rows, head_pages
-from sgl_kvc.attention.torch_backend import TorchAttentionBackend
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
+from sgl_kvc.attention.backend import KvcAttentionBackend
 from sgl_kvc.attention.select import VARIABLE, create
 from sgl_kvc.attention.support import UnsupportedError, check_layer
 from sgl_kvc.pool.arena import ArenaKVPool
+from sgl_kvc.pool.segment import Segment
+from sgl_kvc.spec import OFF
 
 LAYERS, HEADS, GROUP, DIM, PAGE = 2, 3, 2, 8, 4
 
@@ -27,7 +29,7 @@ def _layer(**options) -> RadixAttention:
     )
 
 
-def _backend(folder: Path, dtype: torch.dtype) -> TorchAttentionBackend:
+def _backend(folder: Path, dtype: torch.dtype) -> KvcAttentionBackend:
     """Of an empty pool."""
     pool = ArenaKVPool(
         20 * PAGE,
@@ -44,11 +46,33 @@ def _backend(folder: Path, dtype: torch.dtype) -> TorchAttentionBackend:
         req_to_token_pool=ReqToTokenPool(3, 64, "cpu", False),
         server_args=SimpleNamespace(model_path=str(folder)),  # without a head profile
     )
-    return TorchAttentionBackend(runner)
+    return KvcAttentionBackend(runner)
+
+
+def compress(backend: KvcAttentionBackend, row: int, slots: torch.Tensor, end: int, pages: list):
+    """A segment of `slots` ends at position `end` of a row."""
+    begin = end - len(slots)
+    segment = Segment(0, end, slots, torch.tensor(pages), PAGE, OFF)
+    backend.req_to_token[row, begin:end] = slots.int()
+    backend.spans.install(row, segment)
+
+
+def chunk(row: int, total: int, new: int, slots: torch.Tensor) -> SimpleNamespace:
+    """A prefill of the last `new` of `total` tokens of one request."""
+    return SimpleNamespace(
+        forward_mode=ForwardMode.EXTEND,
+        req_pool_indices=torch.tensor([row]),
+        seq_lens=torch.tensor([total]),
+        extend_seq_lens=torch.tensor([new]),
+        extend_seq_lens_cpu=[new],
+        extend_prefix_lens_cpu=[total - new],
+        out_cache_loc=slots[total - new : total],
+        rids=None,
+    )
 
 
 @pytest.fixture
-def backend(tmp_path) -> TorchAttentionBackend:
+def backend(tmp_path) -> KvcAttentionBackend:
     backend = _backend(tmp_path, torch.float32)
     torch.manual_seed(0)
     backend.pool.arena_k.normal_()
@@ -71,15 +95,17 @@ def test_a_cache_in_eight_bits(tmp_path, dtype, compressed):
         pool.set_kv_buffer(layer, slots.flatten(), *rounded)
         backend.req_to_token[row, :stored] = slots.flatten().int()
         if compressed:  # positions 8 to 15: two blocks
-            backend.segments.set(row, 2 * PAGE, 4 * PAGE, torch.tensor([1, 3, 2, 4, 1, 1]))
+            compress(backend, row, slots.flatten()[8:16], 4 * PAGE, [1, 3, 2, 4, 1, 1])
         batch = SimpleNamespace(
             forward_mode=ForwardMode.DECODE,
             req_pool_indices=torch.tensor([row]),
             seq_lens=torch.tensor([stored]),
         )
         backend.init_forward_metadata(batch)
-        out = backend.attend_decode(queries[:1], layer, batch)
-        found.append([out, backend._extend(queries, row, stored, layer)])
+        found.append([backend.attend_decode(queries[:1], layer, batch)])
+        batch = chunk(row, stored, len(queries), slots.flatten())
+        backend.init_forward_metadata(batch)
+        found[-1].append(backend.attend_extend(queries, None, None, layer, batch)[0])
         found[-1] += [x.float() * 2 for x in pool.read(layer.layer_id, slots.flatten())]
     for got, expected in zip(*found, strict=True):
         torch.testing.assert_close(got, expected, atol=1e-3, rtol=1e-3)
@@ -91,27 +117,19 @@ def test_extend_over_a_compressed_prefix_is_decode(backend):
     """One new token as a batch of prefill (mixed chunks) and as a decode step."""
     row, begin, end, seq_len = 2, 3 * PAGE, 5 * PAGE, 5 * PAGE + 6
     blocks = torch.tensor([7, 2, 11, 4])  # two of the segment, two of the tail
-    slots = (blocks[:, None] * PAGE + torch.arange(PAGE)).flatten().int()
-    backend.req_to_token[row, begin : begin + len(slots)] = slots
-    backend.segments.set(row, begin, end, torch.tensor([1, 3, 1, 4, 2, 1]))
+    slots = (blocks[:, None] * PAGE + torch.arange(PAGE)).flatten()
+    compress(backend, row, slots[: end - begin], end, [1, 3, 1, 4, 2, 1])
+    backend.req_to_token[row, end : begin + len(slots)] = slots[end - begin :].int()
     query = torch.randn(1, HEADS * GROUP, DIM)
     layer = _layer()
 
-    index = torch.tensor([row])
-    state = backend.segments
-    rows = Rows(
-        backend.req_to_token,
-        index,
-        torch.tensor([seq_len]),
-        state.segment_begin[index],
-        state.tail_begin[index],
-        state.page_start[index],
-    )
-    pages = head_pages(rows, LAYERS, HEADS, PAGE)[layer.layer_id]
-    assert pages.count.tolist() == [4 + 2, 2 + 2, 1 + 2]
-    pool = backend.pool
-    expected, _ = decode(query, pool.flat_k, pool.flat_v, pages, layer.scaling)
-    got = backend._extend(query, row, seq_len, layer)
+    step = Batch(backend.cache, torch.tensor([row]), torch.tensor([seq_len]))
+    pages = step.head_pages[layer.layer_id]
+    assert pages.owner.bincount().tolist() == [4 + 2, 2 + 2, 1 + 2]
+    expected, _ = decode(query, step, layer.layer_id, layer.scaling)
+    batch = chunk(row, seq_len, 1, backend.req_to_token[row].long())
+    backend.init_forward_metadata(batch)
+    got, _ = backend.attend_extend(query, None, None, layer, batch)
     torch.testing.assert_close(got, expected, atol=1e-5, rtol=1e-5)
 
 

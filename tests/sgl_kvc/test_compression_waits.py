@@ -5,8 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from sgl_kvc.cache.request import Request
 from sgl_kvc.pool.host_copy import HostCopy
-from tests.sgl_kvc.test_cache import Lives, LivesOnGPU, server_args  # noqa: F401
+from tests.sgl_kvc.lives import World
+from tests.sgl_kvc.test_cache import BLOCKS, Lives, LivesOnGPU, server_args  # noqa: F401
 from tests.waits import UnwaitingCache
 
 
@@ -14,12 +16,14 @@ from tests.waits import UnwaitingCache
 def lives(monkeypatch) -> Lives:
     """On a CPU with the kernels of a GPU, in Triton's interpreter."""
     if torch.cuda.is_available():
-        return LivesOnGPU()
+        lives = LivesOnGPU()
+        lives.build()
+        return lives
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     numbers = torch.Tensor.tolist  # which no dispatch mode sees
     monkeypatch.setattr(HostCopy, "tolist", lambda self: numbers(self._tensor))
     lives = Lives()
-    lives.cache_class = UnwaitingCache
+    lives.world = World(BLOCKS, cache_class=UnwaitingCache)
     return lives
 
 
@@ -37,14 +41,13 @@ def lives(monkeypatch) -> Lives:
     ids=lambda more: " ".join(map(str, more.values())) or "kv-compress",
 )
 def test_nothing_waits(lives, more, monkeypatch):
-    lives.build()
     knob = {"rate": 3, "min_tokens": 0} | more
     lives.start(family=0, shared=60, own=0, knob=knob, chunk=0, keep=True)
     with monkeypatch.context() as patch:
         if not torch.cuda.is_available():
             patch.setattr(torch.Tensor, "tolist", None)
-        lives.decode(which=0, steps=20)
-    report = lives.live[0].kvc_report
+        lives.decode(steps=20)
+    report = Request.of(lives.world.live[0]).report.to_json()
     assert report["rate_achieved"] == pytest.approx(3, rel=0.2)
     if "recompress_every" in more:
         assert report["decode"]["recompressed"] >= 2

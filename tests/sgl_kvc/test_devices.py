@@ -10,22 +10,29 @@ import contextlib
 from types import SimpleNamespace
 
 import kvc_kernels.gpu.compact
+import kvc_kernels.gpu.decode
+import kvc_kernels.gpu.extend
 import kvc_kernels.gpu.score
 import kvc_kernels.gpu.select
 import kvc_kernels.gpu.store
 import pytest
 import torch
-from sgl_kvc.cache.plan import Plan
 from sglang.srt.layers.radix_attention import RadixAttention
+from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch._subclasses import FakeTensorMode
 
-from sgl_kvc.attention import triton_backend
+from sgl_kvc.attention.backend import KvcAttentionBackend
 from sgl_kvc.cache import continual
+from sgl_kvc.cache.compaction import compress
 from sgl_kvc.cache.radix import CompressingRadixCache
+from sgl_kvc.cache.request import Request
+from sgl_kvc.platform.allocator import TorchPagedAllocator
 from sgl_kvc.policy.base import ModelFacts
+from sgl_kvc.policy.scores import PromptScores
 from sgl_kvc.pool.arena import ArenaKVPool
-from sgl_kvc.spec import PRESETS, parse
+from sgl_kvc.report import Report
+from sgl_kvc.spec import OFF, PRESETS, Extent, parse
 
 LAYERS, HEADS, GROUP, DIM, PAGE, HIDDEN, N = 3, 2, 2, 16, 8, 24, 200
 ROW, CONTEXT = 1, 512
@@ -56,8 +63,9 @@ def gpu(monkeypatch):
     def on_the_gpu(*tensors):
         assert all(tensor.is_cuda for tensor in tensors if tensor is not None)
 
-    def attention(query, cache, layer, *given, metric=None, counted=None):
-        on_the_gpu(query, *(x for x in given if isinstance(x, torch.Tensor)), metric, counted)
+    def attention(query, batch, layer, scale, *, metric=None, tracked=None):
+        on_the_gpu(query, batch.request, batch.seq_len, batch.start, metric, tracked)
+        assert batch.rows is None, "the host would have to ask for them"
         return torch.empty_like(query), torch.empty(query.shape[:2], device="cuda")
 
     monkeypatch.setattr(kvc_kernels.gpu.score, "window_attention", window_attention)
@@ -65,9 +73,9 @@ def gpu(monkeypatch):
     monkeypatch.setattr(kvc_kernels.gpu.compact, "compact", on_the_gpu)
     monkeypatch.setattr(kvc_kernels.gpu.compact, "move", on_the_gpu)
     monkeypatch.setattr(kvc_kernels.gpu.store, "store", on_the_gpu)
-    monkeypatch.setattr(triton_backend, "decode", attention)
-    monkeypatch.setattr(triton_backend, "extend", attention)
-    monkeypatch.setattr("sgl_kvc.pool.segments.HostCopy", Copied)
+    monkeypatch.setattr(kvc_kernels.gpu.decode, "decode", attention)
+    monkeypatch.setattr(kvc_kernels.gpu.extend, "extend", attention)
+    monkeypatch.setattr("sgl_kvc.pool.segment.HostCopy", Copied)
     with FakeTensorMode(), torch.inference_mode():
         yield
 
@@ -84,22 +92,30 @@ def facts() -> ModelFacts:
         )
 
 
-def observed(knob: dict) -> Plan:
-    """A plan that has seen a prompt in two chunks."""
-    plan = Plan(parse({"min_tokens": 0} | knob), list(range(N)), PAGE, LAYERS, facts())
+def prefilled(knob: dict, known: ModelFacts | None = None, *, chunks: tuple = ()) -> Request:
+    """A request in row ROW whose scores have seen these chunks of its prompt."""
+    request = Request(parse({"min_tokens": 0} | knob))
+    request.row = ROW
+    extent = request.extent = Extent.of(request.spec, N, PAGE)
+    assert extent.compressed
+    scores = PromptScores(request.spec, extent, list(range(N)), PAGE, LAYERS, known)
+    request.scores = scores
     with torch.device("cuda"):
-        for begin, end in ((0, 150), (150, N)):
+        for begin, end in chunks:
             for layer in range(LAYERS):
                 queries = torch.rand(end - begin, HEADS * GROUP, DIM)
                 lse = torch.rand(end - begin, HEADS * GROUP)
                 cached = torch.rand(2, end, HEADS, DIM).unbind()
-                plan.observe(layer, queries, end, lambda cached=cached: cached, 0.25, lse)
-    return plan
+                scores.observe(layer, queries, end, lambda cached=cached: cached, 0.25, lse)
+    return request
+
+
+BOTH = ((0, 150), (150, N))
 
 
 @pytest.mark.parametrize("policy", PRESETS)
 def test_policies(gpu, policy):
-    selection = observed({"rate": 4, "policy": policy}).select()
+    selection = prefilled({"rate": 4, "policy": policy}, facts(), chunks=BOTH).scores.select()
     assert selection.positions.is_cuda
     assert selection.pages.is_cuda
 
@@ -125,44 +141,46 @@ def rows(gpu) -> SimpleNamespace:
 
 
 def test_compression_and_compressing_again(pool, rows):
-    knob = {"budget": 64, "recompress_every": 16}
-    segments = pool.bind(rows)
-    cache = SimpleNamespace(
-        pool=pool,
-        page_size=PAGE,
-        req_to_token_pool=rows,
-        token_to_kv_pool_allocator=SimpleNamespace(free_segment=lambda slots, start_pos: None),
-        allocate=lambda tokens: torch.zeros(tokens, dtype=torch.int64, device="cuda"),
-        behind_forward=lambda *used: contextlib.nullcontext(),
-        memory=None,
-        plans={ROW: observed(knob)},
-        dec_lock_ref=lambda node: None,
-        root_node=None,
-        block=SimpleNamespace(tokens=PAGE, bytes=1),
+    pool.bind(rows)
+    allocator = TorchPagedAllocator(60 * PAGE, PAGE, torch.bfloat16, "cuda", pool, need_sort=False)
+    cache = CompressingRadixCache(
+        CacheInitParams(
+            disable=False,
+            req_to_token_pool=rows,
+            token_to_kv_pool_allocator=allocator,
+            page_size=PAGE,
+        )
     )
-    req = SimpleNamespace(req_pool_idx=ROW, kv_committed_len=N, last_node=None, kvc_report={})
-    CompressingRadixCache._compress(cache, req, cache.plans[ROW])
-    assert segments.begin(ROW) == N // PAGE * PAGE - 64
+    request = prefilled({"budget": 64, "recompress_every": 16}, facts(), chunks=BOTH)
+    request.report = Report.uncompressed(N, cache.block)
+    req = SimpleNamespace(
+        kvc=request, req_pool_idx=ROW, kv_committed_len=N, last_node=cache.root_node
+    )
+    assert compress(cache, req)
+    assert request.scores is None
+    assert request.segment.row_begin == N // PAGE * PAGE - 64
+    assert pool.spans.is_compressed(ROW)
+    assert pool.spans.tracks_attention(ROW)
     req.kv_committed_len = N + 24
-    assert continual.recompress(cache, req, parse(knob))
-    assert req.kvc_report["decode"]["recompressed"] == 1
+    assert continual.recompress(cache, req)
+    assert request.report.recompressed == 1
+    assert request.segment.row_begin == (N + 24) // PAGE * PAGE - 64
 
 
-@pytest.mark.parametrize("counted", [False, True])
+@pytest.mark.parametrize("tracked", [False, True])
 @pytest.mark.parametrize("chunk", [(0, 150), (150, 50), None], ids=["first", "last", "decode"])
-def test_a_forward(pool, rows, tmp_path, chunk, counted):
+def test_a_forward(pool, rows, tmp_path, chunk, tracked):
     """Prefill of a prompt that will be compressed, beside another; or a decode step of both."""
     runner = SimpleNamespace(
         token_to_kv_pool=pool,
         req_to_token_pool=rows,
         server_args=SimpleNamespace(model_path=str(tmp_path)),
     )
-    backend = triton_backend.TritonAttentionBackend(runner)
-    if counted:
-        pool.segments.count(ROW)
-    spec = parse({"rate": 4, "min_tokens": 0})
-    pool.plans[ROW] = Plan(spec, list(range(N)), PAGE, LAYERS)
-    pool.prefilling = [] if chunk is None else [ROW, 2]
+    backend = KvcAttentionBackend(runner)
+    if tracked:
+        pool.spans.track(ROW)
+    request = prefilled({"rate": 4})
+    pool.requests |= {"scored": request, "other": Request(OFF)}
     before, new = ([N, 9], [1, 1]) if chunk is None else ([chunk[0], 0], [chunk[1], 5])
     tokens, on_gpu = sum(new), {"device": "cuda"}
     batch = SimpleNamespace(
@@ -173,6 +191,7 @@ def test_a_forward(pool, rows, tmp_path, chunk, counted):
         extend_seq_lens_cpu=new,
         extend_prefix_lens_cpu=before,
         out_cache_loc=torch.zeros(tokens, dtype=torch.int64, **on_gpu),
+        rids=["scored", "other"],
     )
     backend.init_forward_metadata(batch)
     widths = HEADS * GROUP * DIM, HEADS * DIM, HEADS * DIM
@@ -183,4 +202,6 @@ def test_a_forward(pool, rows, tmp_path, chunk, counted):
         out = forward(q, k, v, layer, batch)
         assert out.shape == q.shape
         assert out.is_cuda
-    assert all(scores is not None for scores in pool.plans[ROW]._scores) == (chunk == (150, 50))
+    assert request.scores.complete == (chunk == (150, 50))
+    seen = () if chunk is None or request.scores.complete else range(LAYERS)
+    assert list(request.scores._windows) == list(seen)

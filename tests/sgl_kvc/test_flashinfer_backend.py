@@ -10,17 +10,19 @@ from types import SimpleNamespace
 import pytest
 import torch
 from kvc_kernels.gpu.flashinfer_decode import supported
-from kvc_kernels.gpu.flashinfer_prefill import PrefillPlan
-from sgl_kvc.attention.triton_backend import TritonAttentionBackend
-from sgl_kvc.cache.plan import Plan
+from kvc_kernels.gpu.flashinfer_prefill import PagedPrefill
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 
 from sgl_kvc.attention import select
+from sgl_kvc.attention.backend import KvcAttentionBackend
 from sgl_kvc.attention.flashinfer_backend import FlashInferAttentionBackend
+from sgl_kvc.cache.request import Request
+from sgl_kvc.policy.scores import PromptScores
 from sgl_kvc.pool.arena import ArenaKVPool
-from sgl_kvc.spec import parse
+from sgl_kvc.pool.segment import Segment
+from sgl_kvc.spec import OFF, Extent, parse
 
 LAYERS, HEADS, GROUP, DIM, PAGE, CONTEXT = 2, 2, 2, 64, 16, 256
 DTYPE = torch.float16
@@ -32,6 +34,7 @@ def runner(device, kernels, tmp_path, monkeypatch):
     """As much of SGLang's model runner as a backend asks for; rows 1 and 2 hold nothing yet."""
     if device == "cpu":
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
     pool = ArenaKVPool(
         40 * PAGE,
         page_size=PAGE,
@@ -59,18 +62,26 @@ def runner(device, kernels, tmp_path, monkeypatch):
     )
 
 
+def request_in(backend, row: int) -> Request:
+    """The request of a row, which the radix cache would have made known."""
+    request = backend.pool.requests.setdefault(f"r{row}", Request(OFF))
+    request.row = row
+    return request
+
+
 def batch(backend, mode: ForwardMode, lens: dict[int, tuple[int, int]]) -> SimpleNamespace:
     """Rows with (tokens before, new ones); gives them blocks of their own."""
     at = backend.req_to_token.device
     for row, (prefix, new) in lens.items():
         slots = torch.arange(prefix + new) + (1 + row * 12) * PAGE
         backend.req_to_token[row, : prefix + new] = slots.int().to(at)
-    backend.pool.prefilling = [] if mode.is_decode() else list(lens)
+        request_in(backend, row)
     prefix, new = ([pair[i] for pair in lens.values()] for i in (0, 1))
     total = [sum(pair) for pair in lens.values()]
     return SimpleNamespace(
         forward_mode=mode,
         batch_size=len(lens),
+        rids=[f"r{row}" for row in lens],
         req_pool_indices=torch.tensor(list(lens), device=at),
         seq_lens=torch.tensor(total, device=at),
         seq_lens_cpu=torch.tensor(total),
@@ -107,7 +118,10 @@ def skip_unless_supported(kernel: str | None) -> None:
 def compress(backend, row: int) -> None:
     """Two blocks of segment before position 64, of which the heads have 1, 3, 3 and 1 pages."""
     pages = torch.tensor([1, 3, 3, 1], device=backend.req_to_token.device)
-    backend.segments.set(row, 2 * PAGE, 4 * PAGE, pages)
+    slots = torch.arange(2 * PAGE, 4 * PAGE, device=pages.device) + (1 + row * 12) * PAGE
+    segment = Segment(0, 4 * PAGE, slots, pages, PAGE, OFF)
+    request_in(backend, row).segment = segment
+    backend.spans.install(row, segment)
 
 
 PREFILL = {"from nothing": {1: (0, 21), 2: (0, 1)}, "chunks": {2: (33, 9), 1: (16, 40)}}
@@ -115,7 +129,7 @@ PREFILL = {"from nothing": {1: (0, 21), 2: (0, 1)}, "chunks": {2: (33, 9), 1: (1
 
 @pytest.mark.parametrize("lens", PREFILL.values(), ids=PREFILL)
 def test_prefill(runner, lens):
-    expected = answer(TritonAttentionBackend(runner), ForwardMode.EXTEND, lens)
+    expected = answer(KvcAttentionBackend(runner), ForwardMode.EXTEND, lens)
     backend = FlashInferAttentionBackend(runner, None)
     got = answer(backend, ForwardMode.EXTEND, lens)
     assert backend._prefill is not None
@@ -124,7 +138,7 @@ def test_prefill(runner, lens):
 
 def test_a_compressed_prefix_is_read_by_triton(runner):
     lens = {1: (70, 9), 2: (0, 5)}
-    reference = TritonAttentionBackend(runner)
+    reference = KvcAttentionBackend(runner)
     compress(reference, 1)
     expected = answer(reference, ForwardMode.EXTEND, lens)
     backend = FlashInferAttentionBackend(runner, None)
@@ -133,15 +147,26 @@ def test_a_compressed_prefix_is_read_by_triton(runner):
     assert backend._prefill is None
 
 
+def test_a_request_that_nobody_knows_is_read_by_triton(runner):
+    """It could be compressed."""
+    expected = answer(KvcAttentionBackend(runner), ForwardMode.EXTEND, PREFILL["chunks"])
+    backend = FlashInferAttentionBackend(runner, None)
+    backend.requests = lambda forward_batch: [request_in(backend, 2), None]
+    assert torch.equal(answer(backend, ForwardMode.EXTEND, PREFILL["chunks"]), expected)
+    assert backend._prefill is None
+
+
 def test_prompts_are_scored_by_what_flashinfer_tells(runner):
     """The log-sum-exp from either kernel gives the same scores."""
     scores, spec = [], parse({"rate": 2, "min_tokens": 0, "policy": "snapkv"})
-    for backend in (TritonAttentionBackend(runner), FlashInferAttentionBackend(runner, None)):
-        plan = Plan(spec, list(range(60)), PAGE, LAYERS, backend.pool.facts)
-        backend.pool.plans = {2: plan}
+    for backend in (KvcAttentionBackend(runner), FlashInferAttentionBackend(runner, None)):
+        extent, request = Extent.of(spec, 60, PAGE), request_in(backend, 2)
+        request.scores = PromptScores(
+            spec, extent, list(range(60)), PAGE, LAYERS, backend.pool.facts
+        )
         for begin, end in ((0, 32), (32, 60)):
             answer(backend, ForwardMode.EXTEND, {1: (0, 3), 2: (begin, end - begin)})
-        scores.append(plan._scores[LAYER])
+        scores.append(request.scores._scores[LAYER])
     torch.testing.assert_close(*scores, atol=2e-3, rtol=2e-3)
     assert scores[0].shape == (HEADS, 60)
     assert scores[0].sum() == pytest.approx(32 * HEADS * GROUP, rel=0.2)  # of 32 queries
@@ -151,7 +176,7 @@ def test_prompts_are_scored_by_what_flashinfer_tells(runner):
 def test_decode(runner, kernel):
     skip_unless_supported(kernel)
     lens = {1: (70, 1), 2: (20, 1)}
-    reference = TritonAttentionBackend(runner)
+    reference = KvcAttentionBackend(runner)
     compress(reference, 1)
     expected = answer(reference, ForwardMode.DECODE, lens)
     backend = FlashInferAttentionBackend(runner, kernel)
@@ -169,14 +194,14 @@ def test_where_flashinfer_cannot_prefill_triton_does(runner, how, monkeypatch, c
         out, lse = real(self, *args, **kwargs)
         return 1.1 * out, lse
 
-    real = PrefillPlan.run
-    monkeypatch.setattr(PrefillPlan, "run", broken)
+    real = PagedPrefill.run
+    monkeypatch.setattr(PagedPrefill, "run", broken)
     backend = FlashInferAttentionBackend(runner, None)
     said = "nvcc is not there" if how == "not there" else "not close"
     assert "Triton prefills, not FlashInfer: " in caplog.text
     assert said in caplog.text
     lens = PREFILL["chunks"]
-    expected = answer(TritonAttentionBackend(runner), ForwardMode.EXTEND, lens)
+    expected = answer(KvcAttentionBackend(runner), ForwardMode.EXTEND, lens)
     assert torch.equal(answer(backend, ForwardMode.EXTEND, lens), expected)
 
 
@@ -185,7 +210,7 @@ def test_where_flashinfer_cannot_prefill_triton_does(runner, how, monkeypatch, c
     [
         ("auto", None, FlashInferAttentionBackend, None),
         ("auto", "xqa", FlashInferAttentionBackend, "xqa"),
-        ("triton", "xqa", TritonAttentionBackend, None),
+        ("triton", "xqa", KvcAttentionBackend, None),
         ("fa2", "xqa", FlashInferAttentionBackend, "fa2"),
     ],
 )

@@ -11,8 +11,10 @@ import pytest
 from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
+from sgl_kvc.cache.request import Request
 from tests import tiny_models
-from tests.sgl_kvc.test_cache import PAGE, TOKENS, Lives
+from tests.sgl_kvc.lives import PAGE
+from tests.sgl_kvc.test_cache import Lives
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -32,30 +34,30 @@ def lives():
 
 def ends(lives: Lives) -> None:
     """The first request ends after some thinking; every block is free or in the tree again."""
-    req = lives.live[0]
+    req = lives.world.live[0]
     req.reasoning_tokens = len(req.output_ids)
     assert req.effective_kv_committed_len() == len(req.origin_input_ids) < req.kv_committed_len
     lives.finish(which=0, insert=True)
-    free = lives.allocator.free_pages.tolist()
+    free = lives.world.allocator.free_pages.tolist()
     assert 0 not in free
     assert len(free) == len(set(free))
     lives.accounting()
-    assert lives.allocator.available_size() + lives.cache.evictable_size() == TOKENS
+    assert lives.world.allocator.available_size() + lives.world.cache.evictable_size() == lives.world.tokens
     lives.teardown()
 
 
 @pytest.mark.parametrize("prompt", [3 * PAGE, 3 * PAGE + 1, 4 * PAGE - 1])
 def test_a_request_without_compression(lives, prompt):
     lives.start(0, prompt, 0, None, 0, keep=True)
-    lives.decode(0, 30)
+    lives.decode(30)
     ends(lives)
 
 
 @pytest.mark.parametrize("prompt", [10 * PAGE, 10 * PAGE + 1, 11 * PAGE - 1])
 def test_a_request_compressed_after_its_prefill(lives, prompt):
     lives.start(0, prompt, 0, {"rate": 4, "min_tokens": 0}, 0, keep=True)
-    lives.decode(0, 30)
-    assert lives.live[0].cache_protected_len < prompt
+    lives.decode(30)
+    assert lives.world.live[0].cache_protected_len < prompt
     ends(lives)
 
 
@@ -66,9 +68,9 @@ def test_a_request_compressed_again_in_decode(lives, prompt, question):
     knob = {"budget": 8, "recompress_every": 4, "min_tokens": 0, "question_tokens": question}
     lives.start(0, prompt, 0, knob, 0, keep=True)
     for _ in range(12):
-        lives.decode(0, 5)
+        lives.decode(5)
     if not question:
-        assert lives.live[0].cache_protected_len > prompt + PAGE
+        assert lives.world.live[0].cache_protected_len > prompt + PAGE
     ends(lives)
 
 
@@ -78,12 +80,12 @@ def test_a_request_compressed_after_it_was_retracted(lives, prompt):
     knob = {"rate": 8, "min_tokens": 0}
     lives.start(0, prompt, 0, knob, 0, keep=True)
     for _ in range(12):
-        lives.decode(0, 5)
-    req = lives.live.pop()
-    release_kv_cache(req, lives.cache, is_insert=False)
+        lives.decode(5)
+    req = lives.world.live.pop()
+    release_kv_cache(req, lives.world.cache, is_insert=False)
     req.reset_for_retract()
     resume(lives, req)
-    lives.decode(0, 5)
+    lives.decode(5)
     assert req.cache_protected_len > prompt + PAGE
     ends(lives)
 
@@ -91,17 +93,15 @@ def test_a_request_compressed_after_it_was_retracted(lives, prompt):
 def test_the_peak_is_of_all_that_was_held(lives):
     lives.start(0, 3 * PAGE, 0, {"budget": 8, "recompress_every": 40}, 0, keep=True)
     for _ in range(4):
-        lives.decode(0, 5)
-    req = lives.live[0]
+        lives.decode(5)
+    req = lives.world.live[0]
     held = req.kv_committed_len - req.cache_protected_len
     ends(lives)
-    assert req.kvc_report["decode"]["kept_per_head_peak"] >= held
+    assert Request.of(req).report.to_json()["decode"]["kept_per_head_peak"] >= held
 
 
 def resume(lives: Lives, req) -> None:
     """Prefill a retracted request again, with what it had decoded."""
-    req.init_next_round_input(lives.cache)
-    lives.cache.inc_lock_ref(req.last_node)
-    assert lives._prefill(req, len(req.prefix_indices), req.seqlen)
-    lives.cache.cache_unfinished_req(req)
-    lives.live.append(req)
+    assert lives.world.prefill(req, lives.world.admit(req), req.seqlen)
+    lives.world.cache.cache_unfinished_req(req)
+    lives.world.live.append(req)
