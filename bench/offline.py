@@ -18,12 +18,12 @@ import torch
 import torch.nn.functional as F
 from kvc_recall import model_path
 from kvc_recall.tasks import TASKS, sample
-from sgl_kvc.cache.plan import Plan
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
 from sgl_kvc import profile
 from sgl_kvc.policy.base import ModelFacts
-from sgl_kvc.spec import CompressionSpec, parse
+from sgl_kvc.policy.scores import PromptScores
+from sgl_kvc.spec import CompressionSpec, Extent, parse
 
 SEED = 31_000_000  # far from the training's
 
@@ -42,14 +42,14 @@ class MaskedModel:
         self.model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="kvc_offline")
         self.config, self.page_size = self.model.config, page_size
         self.facts = self._read_facts(folder)
-        self._plan: Plan | None = None
+        self._scores: PromptScores | None = None
         self._hidden: torch.Tensor | None = None  # bool [L, H, S], keys a head has lost
         self._seen: list[tuple[torch.Tensor, ...]] | None = None
 
     @torch.inference_mode()
     def prefill(self, tokens: list[int]) -> None:
         """One forward over `tokens`, for its time."""
-        self._plan = self._hidden = None
+        self._scores = self._hidden = None
         self.model(torch.tensor([tokens]), past_key_values=DynamicCache(), logits_to_keep=1)
 
     @torch.inference_mode()
@@ -63,19 +63,22 @@ class MaskedModel:
     @torch.inference_mode()
     def generate(self, tokens: list[int], spec: CompressionSpec, most: int) -> list[int]:
         """Up to `most` tokens, the end of sequence included."""
-        layers = self.config.num_hidden_layers
-        plan = self._plan = Plan(spec, tokens, self.page_size, layers, self.facts)
+        layers, page = self.config.num_hidden_layers, self.page_size
+        extent = Extent.of(spec, len(tokens), page)
+        scores = self._scores = PromptScores(spec, extent, tokens, page, layers, self.facts)
         self._hidden, cache = None, DynamicCache()
-        logits = self.model(torch.tensor([tokens[: plan.scored]]), past_key_values=cache).logits
-        self._plan = None
-        chosen = plan.select()
-        kept = torch.zeros(layers * self.config.num_key_value_heads, plan.tail_begin)
-        runs = chosen.positions.split((chosen.pages * self.page_size).tolist())
+        logits = self.model(torch.tensor([tokens[: extent.scored]]), past_key_values=cache).logits
+        self._scores = None
+        chosen = scores.select()
+        kept = torch.zeros(layers * self.config.num_key_value_heads, extent.end)
+        kept[:, : extent.begin] = 1
+        runs = chosen.positions.split((chosen.pages * page).tolist())
         for head, run in zip(kept, runs, strict=True):
             head[run] = 1
-        self._hidden = (kept == 0).view(layers, -1, plan.tail_begin)
-        if plan.scored < len(tokens):
-            logits = self.model(torch.tensor([tokens[plan.scored :]]), past_key_values=cache).logits
+        self._hidden = (kept == 0).view(layers, -1, extent.end)
+        if extent.scored < len(tokens):
+            rest = torch.tensor([tokens[extent.scored :]])
+            logits = self.model(rest, past_key_values=cache).logits
         out = [int(logits[0, -1].argmax())]
         while len(out) < most and out[-1] != self.config.eos_token_id:
             logits = self.model(torch.tensor([out[-1:]]), past_key_values=cache).logits
@@ -104,9 +107,9 @@ class MaskedModel:
         by_token = tuple(x[0].transpose(0, 1) for x in (query, key, value))
         if self._seen is not None:
             self._seen.append(by_token)
-        if self._plan is not None:
+        if self._scores is not None:
             queries, *cached = by_token
-            self._plan.observe(module.layer_idx, queries, total, lambda: cached, scaling)
+            self._scores.observe(module.layer_idx, queries, total, lambda: cached, scaling)
         if self._hidden is None and new == total:
             out = F.scaled_dot_product_attention(
                 query, key, value, is_causal=True, scale=scaling, enable_gqa=True

@@ -20,12 +20,12 @@ from random import Random
 import torch
 from kvc_recall import model_path
 from kvc_recall.tasks import sample
-from sgl_kvc.cache.plan import Plan
 from transformers import AutoTokenizer
 
 from bench.machine import describe
 from bench.offline import MaskedModel
-from sgl_kvc.spec import PRESETS, parse
+from sgl_kvc.policy.scores import PromptScores
+from sgl_kvc.spec import PRESETS, Extent, parse
 
 
 def seconds(run: Callable[[], object], repeats: int) -> float:
@@ -50,18 +50,21 @@ def measure(args: argparse.Namespace) -> list[dict]:
     with torch.inference_mode():
         for name in PRESETS:
             spec = parse({"rate": args.rate, "policy": name})
-            plans = []
+            extent = Extent.of(spec, len(tokens), masked.page_size)
+            scored = []
 
-            def score(spec=spec, plans=plans) -> None:
-                plan = Plan(spec, tokens, masked.page_size, len(seen), masked.facts)
+            def score(spec=spec, extent=extent, scored=scored) -> None:
+                scores = PromptScores(
+                    spec, extent, tokens, masked.page_size, len(seen), masked.facts
+                )
                 for layer, (queries, *cached) in enumerate(seen):
-                    plan.observe(layer, queries, len(tokens), lambda cached=cached: cached, scale)
-                plans[:] = [plan]
+                    scores.observe(layer, queries, len(tokens), lambda cached=cached: cached, scale)
+                scored[:] = [scores]
 
             times = {
                 "prefill": seconds(lambda: masked.prefill(tokens), args.repeats),
                 "score": seconds(score, args.repeats),
-                "select": seconds(lambda plans=plans: plans[0].select(), args.repeats),
+                "select": seconds(lambda scored=scored: scored[0].select(), args.repeats),
             }
             records.append({
                 "policy": name,

@@ -54,8 +54,8 @@ class Request:
         """
         found: Request | None = getattr(req, "kvc", None)
         if found is None:
-            params = req.sampling_params.custom_params
-            knob = params.get(CUSTOM_PARAM) if isinstance(params, dict) else None
+            custom = req.sampling_params.custom_params
+            knob = custom.get(CUSTOM_PARAM) if isinstance(custom, dict) else None
             try:
                 found = cls(parse(knob))
             except SpecError as error:

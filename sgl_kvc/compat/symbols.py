@@ -34,7 +34,8 @@ _CACHE = (
         "sglang.srt.mem_cache.radix_cache.RadixCache",
         "__init__(params) reset match_prefix(params) cache_unfinished_req(req,chunked) "
         "cache_finished_req(req,is_insert,kv_len_to_handle) dec_lock_ref(node) evictable_size "
-        "disable page_size req_to_token_pool root_node token_to_kv_pool_allocator",
+        "inc_lock_ref(node) disable page_size req_to_token_pool root_node "
+        "token_to_kv_pool_allocator",
         "the radix cache that requests leave compressed is a subclass",
     ),
     Uses(
@@ -45,7 +46,8 @@ _CACHE = (
     ),
     Uses("sglang.srt.mem_cache.base_prefix_cache.MatchPrefixParams", "key req",
          "the request decides how much the prefix cache may give"),
-    Uses("sglang.srt.mem_cache.base_prefix_cache.MatchResult", "", "what a match returns"),
+    Uses("sglang.srt.mem_cache.base_prefix_cache.MatchResult", "last_device_node",
+         "a compressed request goes on holding what it shares"),
     Uses(
         "sglang.srt.mem_cache.cache_init_params.CacheInitParams",
         "page_size token_to_kv_pool_allocator",
@@ -108,7 +110,7 @@ _ATTENTION = (
     Uses(
         "sglang.srt.model_executor.forward_batch_info.ForwardBatch",
         "batch_size extend_prefix_lens_cpu extend_seq_lens extend_seq_lens_cpu forward_mode "
-        "out_cache_loc req_pool_indices seq_lens seq_lens_cpu",
+        "out_cache_loc req_pool_indices rids seq_lens seq_lens_cpu",
         "the requests of a forward",
     ),
     Uses("sglang.srt.model_executor.forward_batch_info.ForwardMode", "is_decode_or_idle",
@@ -125,7 +127,7 @@ _ATTENTION = (
     Uses(
         "sglang.srt.configs.model_config.ModelConfig",
         "attention_arch get_total_num_kv_heads head_dim hf_config hf_text_config is_generation "
-        "is_hybrid_swa v_head_dim",
+        "is_hybrid_swa v_head_dim vocab_size",
         "which models are refused, and their heads",
     ),
     Uses(
@@ -140,13 +142,16 @@ _SCHEDULER = (
         "sglang.srt.managers.schedule_batch.Req",
         "cache_protected_len customized_info extra_key finished full_untruncated_fill_ids "
         "get_fill_ids kv kv_committed_len last_node origin_input_ids output_ids_through_stop "
-        "prefix_indices req_pool_idx sampling_params session",
+        "prefix_indices req_pool_idx rid sampling_params session",
         "a request's prompt, row and place in the tree",
     ),
     Uses("sglang.srt.managers.schedule_batch.ReqKvInfo", "kv_allocated_len",
          "what a request holds is freed when it ends"),
-    Uses("sglang.srt.managers.schedule_batch.ScheduleBatch", "batch_is_full reqs tree_cache",
-         "the requests that are prefilled or decode"),
+    Uses(
+        "sglang.srt.managers.schedule_batch.ScheduleBatch",
+        "batch_is_full new_tokens_required_next_decode reqs tree_cache",
+        "the requests that are prefilled or decode",
+    ),
     Uses(
         "sglang.srt.managers.schedule_policy.PrefillAdder",
         "add_chunked_req(req) add_one_req(req,has_chunked_req) budget_state can_run_list "
@@ -157,10 +162,15 @@ _SCHEDULER = (
          "a chunk ends where a question begins"),
     Uses(
         "sglang.srt.managers.scheduler.Scheduler",
-        "enable_overlap forward_stream model_config process_batch_result(batch,result) "
-        "running_batch server_args token_to_kv_pool_allocator tree_cache",
+        "_request_dispatcher enable_overlap forward_stream init_request_dispatcher model_config "
+        "process_batch_result(batch,result) running_batch server_args "
+        "token_to_kv_pool_allocator tree_cache",
         "whether pool and radix cache are ours; when requests are admitted",
     ),
+    Uses("sglang.utils.TypeBasedDispatcher", "_mapping",
+         "an operator's request that fails is answered"),
+    Uses("sglang.srt.managers.io_struct", "ProfileReqOutput",
+         "an operator's request that fails is answered"),
     Uses(
         "sglang.srt.managers.scheduler_components.output_streamer._GenerationStreamAccumulator",
         "accept(req)",
@@ -171,8 +181,12 @@ _SCHEDULER = (
         "_build_mha_kv_pool(mha_pool_class) kv_cache_dtype model_config",
         "the pool is ours",
     ),
-    Uses("sglang.srt.sampling.sampling_params.SamplingParams", "custom_params max_new_tokens",
-         "the knob arrives in them"),
+    Uses(
+        "sglang.srt.sampling.sampling_params.SamplingParams",
+        "custom_params logit_bias max_new_tokens min_new_tokens normalize(tokenizer) "
+        "stop_token_ids top_k verify(vocab_size)",
+        "the knob arrives in them; some of their values would end the scheduler",
+    ),
     Uses(
         "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner",
         "can_run_graph(forward_batch) model_runner",
@@ -202,7 +216,8 @@ _SERVER = (
     Uses("sglang.srt.runtime_context", "get_exec", "whether this process serves with ours"),
     Uses(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager",
-        "generate_request(obj,request) server_args",
+        "_validate_one_request(obj,input_ids) generate_request(obj,request) model_config "
+        "server_args",
         "the knob is validated and the report lifted there",
     ),
     Uses("sglang.srt.plugins.hook_registry.HookRegistry", "register(target,hook,hook_type)",
@@ -219,7 +234,8 @@ _PLATFORM = (
     Uses(
         "sglang.srt.platforms.interface.SRTPlatform",
         "apply_server_args_defaults(server_args) get_default_attention_backend "
-        "get_mha_kv_pool_cls get_paged_allocator_cls",
+        "get_mha_kv_pool_cls get_paged_allocator_cls get_torch_profiler_activity "
+        "get_torch_profiler_activity_str",
         "the CPU platform is a subclass",
     ),
 )

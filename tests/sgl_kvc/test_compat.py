@@ -14,12 +14,15 @@ from sgl_kvc.compat.symbols import Uses
 
 
 def test_hooked_functions_are_there():
-    """Also those that only a GPU needs."""
+    """Also those that only a GPU needs, or only a CPU."""
     assert any(hook.gpu for hook in HOOKS)
+    assert any(hook.cpu for hook in HOOKS)
     assert any(uses.gpu for each in RELEASES for uses in each.all_symbols(gpu=True))
     for each in RELEASES:
-        check_hooks(each.all_hooks(gpu=True))
-        assert not any(hook.gpu for hook in each.all_hooks(gpu=False))
+        for gpu in (True, False):
+            hooks = each.all_hooks(gpu=gpu)
+            check_hooks(hooks)
+            assert not any(hook.cpu if gpu else hook.gpu for hook in hooks)
 
 
 def test_what_is_not_a_function_is_refused():
@@ -64,7 +67,7 @@ def test_a_release_is_a_row():
         symbols=(Uses("sglang.srt.server_args.ServerArgs", "new", "its own"),),
     )
     hooks = {hook.target: hook for hook in row.all_hooks(gpu=True)}
-    assert len(hooks) == len(HOOKS) - 1
+    assert len(hooks) == len([hook for hook in HOOKS if not hook.cpu]) - 1
     assert "x.y" in hooks
     assert hooks["sglang.srt.core.Scheduler.process_batch_result"].function is print
     assert not any(target.startswith(scheduler) for target in hooks)

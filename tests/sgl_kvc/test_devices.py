@@ -6,7 +6,6 @@ Triton's launchers are replaced by what they return.
 
 from __future__ import annotations
 
-import contextlib
 from types import SimpleNamespace
 
 import kvc_kernels.gpu.compact

@@ -35,13 +35,14 @@ def test_extents_hold_together(knob, size, prompt, page):
     assert extent.begin <= spec.prefix_tokens
     assert extent.end <= max(0, prompt - spec.question_tokens)
     blocks = (extent.end - extent.begin) // page
-    assert 1 <= extent.segment_blocks <= max(1, blocks)
+    assert min(1, blocks) <= extent.segment_blocks <= blocks
     assert 0 <= extent.match_limit <= extent.match_limit_with_states <= prompt
     if extent.compressed:
         assert extent.skipped is None
         assert extent.segment_blocks < blocks or spec.recompress_every
         wanted = size.get("budget", blocks * page / size.get("rate", 1))
         assert extent.segment_blocks == min(blocks, max(1, math.ceil(wanted / page)))
+        assert blocks or extent.scored == extent.end, "there is nothing to score"
         assert extent.match_limit == max(0, extent.scored - spec.window)
     else:
         assert (extent.skipped is None) == spec.off
@@ -94,7 +95,7 @@ def test_a_scorer_of_all_queries_matches_nothing_unless_remembered():
         ({"rate": 8, "prefix_tokens": 70, "question_tokens": 50}, 100,
          "nothing to remove: what lies between prefix_tokens and the question fills 0 whole "
          "blocks of 16 tokens"),
-        ({"rate": 8, "prefix_tokens": 1 << 24, "recompress_every": 8}, 100,
+        ({"rate": 8, "prefix_tokens": 1 << 24}, 100,
          "nothing to remove: what follows prefix_tokens fills 0 whole blocks of 16 tokens"),
     ],
 )  # fmt: skip
@@ -119,6 +120,12 @@ def test_compression_in_decode_gives_a_prompt_its_own_blocks_first():
     extent = Extent.of(parse({"budget": 999, "recompress_every": 8}), 40, 16)
     assert extent.compressed
     assert extent.segment_blocks == 2
+
+
+def test_nothing_is_compressed_before_decode_where_a_prefix_takes_the_whole_prompt():
+    extent = Extent.of(parse({"rate": 8, "prefix_tokens": 1 << 24, "recompress_every": 8}), 100, 16)
+    assert extent.compressed
+    assert (extent.begin, extent.end, extent.segment_blocks) == (96, 96, 0)
 
 
 def test_an_error_keeps_its_problem():

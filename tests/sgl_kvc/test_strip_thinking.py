@@ -42,7 +42,8 @@ def ends(lives: Lives) -> None:
     assert 0 not in free
     assert len(free) == len(set(free))
     lives.accounting()
-    assert lives.world.allocator.available_size() + lives.world.cache.evictable_size() == lives.world.tokens
+    in_tree = lives.world.cache.evictable_size()
+    assert lives.world.allocator.available_size() + in_tree == lives.world.tokens
     lives.teardown()
 
 

@@ -38,10 +38,12 @@ NAMED = {
     "manager": "sglang.srt.managers.tokenizer_manager.TokenizerManager",
     "model_runner": "sglang.srt.model_executor.model_runner.ModelRunner",
     "model_config": "sglang.srt.configs.model_config.ModelConfig",
+    "params": "sglang.srt.sampling.sampling_params.SamplingParams",
     "pool": "sgl_kvc.pool.arena.ArenaKVPool",
     "ps": "sglang.srt.distributed.parallel_state_wrapper.ParallelState",
     "req": "sglang.srt.managers.schedule_batch.Req",
     "req_to_token_pool": "sglang.srt.mem_cache.memory_pool.ReqToTokenPool",
+    "_request_dispatcher": "sglang.utils.TypeBasedDispatcher",
     "_runner": "sglang.srt.model_executor.model_runner.ModelRunner",
     "runner": "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner",
     "running_batch": "sglang.srt.managers.schedule_batch.ScheduleBatch",
@@ -167,7 +169,7 @@ def named(variable: str) -> type | None:
 @functools.cache
 def belongs_to_us(cls: type, name: str) -> bool:
     """An attribute that we put there, and that no class of SGLang's above has."""
-    if name.startswith("kvc_"):
+    if name.startswith("kvc"):
         return True
     theirs = any(has(each, name) for each in cls.__mro__ if is_theirs(each))
     return not theirs and name in ours(cls)
