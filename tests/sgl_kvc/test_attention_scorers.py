@@ -1,4 +1,4 @@
-"""Scorers that read attention itself, against dense attention, or where the right keys are known."""
+"""Scorers that read attention itself, against dense attention or known right keys."""
 
 from __future__ import annotations
 
