@@ -40,6 +40,8 @@ def read_facts(model_runner: ModelRunner) -> ModelFacts:
 class _LoadedFacts(ModelFacts):
     """`ModelFacts` whose attributes are found on first use."""
 
+    _runner: ModelRunner
+
     def __init__(self, model_runner: ModelRunner):
         # The base's fields stay class attributes, so that the properties below are seen.
         object.__setattr__(self, "_runner", model_runner)
@@ -63,9 +65,9 @@ class _LoadedFacts(ModelFacts):
             for name, module in self._runner.model.named_modules()
             if (match := _OUTPUT.search(name))
         }
-        weights = [found[layer] for layer in sorted(found)]
-        whole = len(weights) == self._runner.token_to_kv_pool.layer_num
-        return weights if whole and all(weight is not None for weight in weights) else None
+        weights = [weight for _, weight in sorted(found.items()) if weight is not None]
+        whole = len(weights) == len(found) == self._runner.token_to_kv_pool.layer_num
+        return weights if whole else None
 
     @functools.cached_property
     def special_tokens(self) -> torch.Tensor | None:
@@ -84,7 +86,7 @@ class _LoadedFacts(ModelFacts):
         if self._tokenizer is None:
             return None
         texts = self._tokenizer.batch_decode([[token] for token in range(len(self._tokenizer))])
-        special = set(self.special_tokens.tolist())
+        special = set() if self.special_tokens is None else set(self.special_tokens.tolist())
         ids = [
             token
             for token, text in enumerate(texts)
@@ -139,16 +141,17 @@ class _LoadedFacts(ModelFacts):
 
 def _plain_weight(module: nn.Module) -> torch.Tensor | None:
     """A linear layer's weight [out, in] where it is stored as it is used, else None."""
-    weight = getattr(module, "weight", None)
+    weight: torch.Tensor | None = getattr(module, "weight", None)
     wide = getattr(module, "input_size_per_partition", None), getattr(module, "output_size", None)
-    plain = (
+    if (
         weight is not None
         and weight.is_floating_point()
         and weight.element_size() > 1
         and not getattr(module, "use_intel_amx_backend", False)
         and tuple(weight.shape) == (wide[1], wide[0])
-    )
-    return weight.detach() if plain else None
+    ):
+        return weight.detach()
+    return None
 
 
 def _is_punctuation(text: str) -> bool:

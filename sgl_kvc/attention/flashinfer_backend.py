@@ -110,9 +110,12 @@ class FlashInferAttentionBackend(KvcAttentionBackend):
 
     def _uncompressed(self, forward_batch: ForwardBatch, batch: Batch) -> Batch | None:
         """`batch` with its rows on the host; None unless it is known that none is compressed."""
-        requests = self.requests(forward_batch)
-        rows = [each.row for each in requests if each is not None and each.segment is None]
-        if None in rows or len(rows) != forward_batch.batch_size:
+        rows = [
+            each.row
+            for each in self.requests(forward_batch)
+            if each is not None and each.row is not None and each.segment is None
+        ]
+        if len(rows) != forward_batch.batch_size:
             return None
         lens = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
         return dataclasses.replace(batch, rows=list(zip(rows, *lens, strict=True)))
@@ -124,7 +127,7 @@ class FlashInferAttentionBackend(KvcAttentionBackend):
         self._plan_decode(forward_batch, self._new_batch(forward_batch))
 
     def _plan_decode(self, forward_batch: ForwardBatch, batch: Batch) -> None:
-        if self.kernels is None:
+        if self.kernels is None or self._workspace is None:
             return
         requests, page_size = forward_batch.batch_size, self.cache.page_size
         decode = self._by_batch.get(requests)
@@ -148,7 +151,7 @@ class FlashInferAttentionBackend(KvcAttentionBackend):
     def attend_decode(
         self, query: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch
     ) -> torch.Tensor:
-        if self.kernels is None or self.spans.tracks_attention():
+        if self._decode is None or self.spans.tracks_attention():
             return super().attend_decode(query, layer, forward_batch)
         return self._decode.run(layer.layer_id - self.pool.start_layer, query)
 

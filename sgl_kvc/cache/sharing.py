@@ -53,7 +53,7 @@ def chained_digests(tokens: Sequence[int], namespace: str | None, page: int) -> 
 
     Equal numbers mean equal prefixes but for a chance of 2^-61; nothing but a count depends on it.
     """
-    digest, digests = hash(namespace), []
+    digest, digests = hash(namespace), list[Hashable]()
     for begin in range(0, len(tokens) // page * page, page):
         digest = hash((digest, *tokens[begin : begin + page]))
         digests.append(digest)

@@ -171,9 +171,9 @@ def _method(family: str, name: str, function: str, spec: CompressionSpec) -> Met
     module = importlib.import_module(f"sgl_kvc.policy.{family}.{name.replace('-', '_')}")
     own = methods(family)[name].parameters
     parameters = {key: spec.parameters.get(key, p.default) for key, p in own.items()}
-    run, observe, lift = (getattr(module, key, None) for key in (function, "observe", "lift"))
+    observe, lift = (getattr(module, key, None) for key in ("observe", "lift"))
     return Method(
-        functools.partial(run, **parameters),
+        functools.partial(getattr(module, function), **parameters),
         observe and functools.partial(observe, **parameters),
         lift and functools.partial(lift, **parameters),
     )

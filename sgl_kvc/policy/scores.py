@@ -148,6 +148,6 @@ class PromptScores:
         if layer in self._windows:
             earlier, earlier_lse = self._windows[layer]
             queries = torch.cat([earlier, queries])
-            both = lse is not None and earlier_lse is not None
-            lse = torch.cat([earlier_lse, lse]) if both else None
+            if lse is not None:
+                lse = None if earlier_lse is None else torch.cat([earlier_lse, lse])
         return queries[last], None if lse is None else lse[last]

@@ -14,7 +14,7 @@ How ours are asked to be theirs, where defaults differ:
 * AdaKV rounds the floor down and ours up; here it is whole.
 
 kvpress has no KV-Compress, Scissorhands, Keyformer, CAKE, DefensiveKV or FastGen: those are
-tested against slow references in test_scorers.py.
+tested against slow references in test_scorers.py and test_attention_scorers.py.
 """
 
 from __future__ import annotations
