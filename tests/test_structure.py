@@ -21,7 +21,7 @@ LAYERS = (
     ("bench",),
     ("kvc_eval",),
     ("kvc_server",),
-    ("sgl_kvc.plugin", "sgl_kvc.platform"),
+    ("sgl_kvc.plugin", "sgl_kvc.platform", "sgl_kvc.profile_command"),
     ("sgl_kvc.compat",),
     ("sgl_kvc.cache", "sgl_kvc.attention", "sgl_kvc.report"),
     ("sgl_kvc.pool",),
@@ -40,10 +40,6 @@ ONLY = {
     "sgl_kvc": ("kvc_kernels",),
     "kvc_server": ("sgl_kvc", "sgl_kvc.spec", "kvc_recall"),
     "kvc_eval": ("kvc_server", "sgl_kvc.spec", "kvc_recall"),
-}
-#: (importer, imported) pairs that `ONLY` forbids, with the reason.
-EXCEPT = {
-    ("kvc_server.profile_report", "sgl_kvc.profile"): "the one command that runs a model itself",
 }
 ENGINE = ("torch", "sglang", "triton", "transformers")
 #: Libraries that a package must do without.
@@ -124,7 +120,6 @@ def test_who_may_import_whom(graph: grimp.ImportGraph, package: str) -> None:
         and not any(
             imported == name or (name != "sgl_kvc" and within(imported, name)) for name in allowed
         )
-        and (module, imported) not in EXCEPT
     ]
     assert not others
 
@@ -139,11 +134,6 @@ def test_only_the_tests_of_the_benches_import_them(graph: grimp.ImportGraph) -> 
     found = [pair for pair in imports(graph, "tests") if within(pair[1], "bench")]
     assert found, "the check looks at nothing"
     assert {module for module, _ in found if not within(module, "tests.bench")} == set()
-
-
-def test_no_exception_is_kept_longer_than_it_is_needed(graph: grimp.ImportGraph) -> None:
-    for module, imported in EXCEPT:
-        assert imported in graph.find_modules_directly_imported_by(module)
 
 
 def python_files() -> list[Path]:

@@ -9,6 +9,7 @@ import torch
 from kvc_kernels.compact import compact
 
 from sgl_kvc.cache import continual
+from sgl_kvc.cache.base import PrefixCache
 from sgl_kvc.cache.request import Request
 from sgl_kvc.policy.selection import Selection
 from sgl_kvc.pool.arena import ArenaKVPool
@@ -19,12 +20,10 @@ from sgl_kvc.spec import Extent
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
-    from sgl_kvc.cache.radix import CompressingRadixCache
-
 _NO_ROOM = "no free blocks to compress into"
 
 
-def compress(cache: CompressingRadixCache, req: Req) -> bool:
+def compress(cache: PrefixCache, req: Req) -> bool:
     """Compress the prompt of `req`, whose scores are complete, where that frees memory.
 
     Without room for the copy the scores stay, so that it can be tried again. Where the copy would
@@ -59,7 +58,7 @@ def compress(cache: CompressingRadixCache, req: Req) -> bool:
     return True
 
 
-def install(cache: CompressingRadixCache, req: Req, segment: Segment) -> None:
+def install(cache: PrefixCache, req: Req, segment: Segment) -> None:
     """Have `req` read `segment` instead of what it stands for, and report it."""
     request = Request.of(req)
     extent = request.extent
@@ -111,7 +110,7 @@ def _copy(
     return segment, selection
 
 
-def _loss(cache: CompressingRadixCache, request: Request, extent: Extent) -> str | None:
+def _loss(cache: PrefixCache, request: Request, extent: Extent) -> str | None:
     """Why compressing would take more memory than it frees; None where it does not.
 
     A request that is compressed again while it decodes needs blocks of its own in any case.

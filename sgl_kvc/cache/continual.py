@@ -12,6 +12,7 @@ import torch
 from kvc_kernels.compact import move
 from kvc_kernels.pages import page_ids
 
+from sgl_kvc.cache.base import PrefixCache
 from sgl_kvc.cache.request import Request
 from sgl_kvc.policy.selection import Selection, select
 from sgl_kvc.pool.arena import ArenaKVPool
@@ -20,8 +21,6 @@ from sgl_kvc.spec import CompressionSpec
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
-
-    from sgl_kvc.cache.radix import CompressingRadixCache
 
 
 def tracked_power(spec: CompressionSpec) -> int:
@@ -53,7 +52,7 @@ def start_metric(
     pool.metric[tail // page, :, :, tail % page] = scores[..., extent.end :].permute(2, 0, 1)
 
 
-def recompress(cache: CompressingRadixCache, req: Req) -> bool:
+def recompress(cache: PrefixCache, req: Req) -> bool:
     """Compress segment and the tail's whole blocks to a new segment, if enough was decoded.
 
     ::

@@ -25,6 +25,7 @@ from sglang.srt.mem_cache.common import evict_from_tree_cache, maybe_cache_unfin
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
 from sgl_kvc.cache import continual
+from sgl_kvc.cache.base import PrefixCache
 from sgl_kvc.cache.compaction import compress, empty_segment, install
 from sgl_kvc.cache.request import Request
 from sgl_kvc.cache.sharing import Sharing
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 _ENDED_EARLY = "the request ended before its first token was decoded"
 
 
-class CompressingRadixCache(RadixCache):
+class CompressingRadixCache(RadixCache, PrefixCache):
     """A `RadixCache` that compresses requests after their prefill.
 
     Attributes
@@ -131,6 +132,13 @@ class CompressingRadixCache(RadixCache):
 
         The last chunk of what is compressed: a question may follow. What follows is the
         request's own and stays out of the tree, whose prefixes are not compressed.
+
+        ::
+
+            before      [ the tree's, locked )[ own: the chunk . . . . . . )
+            a chunk     [ the tree's, locked . . . . . . . . . )[ own: < P )
+            compressed  [ the tree's )[ released )[ segment )[ own: tail . )
+                        0            begin        F          S         done
         """
         request, done = Request.of(req), len(req.get_fill_ids())
         if request.segment is not None:
@@ -209,18 +217,15 @@ class CompressingRadixCache(RadixCache):
                 maybe_cache_unfinished_req(req, self)
 
     def row_slots(self, req: Req) -> torch.Tensor:
-        """The row of `req`, to be read and written."""
         return self.req_to_token_pool.req_to_token[req.req_pool_idx]
 
     def point_row(self, req: Req, segment: Segment) -> None:
-        """Write `segment` into the row of `req`, and where it lies into the span table."""
         row_slots = self.row_slots(req)
         row_slots[segment.begin : segment.row_begin] = 0
         row_slots[segment.row_begin : segment.end] = segment.slots.to(row_slots.dtype)
         self.pool.spans.install(req.req_pool_idx, segment)
 
     def hold_only(self, req: Req, tokens: int) -> None:
-        """Lock the tree's first `tokens` of the prompt and nothing behind them."""
         node = self.root_node
         if tokens:
             key = RadixKey(Request.of(req).prompt(req), req.extra_key, limit=tokens)
@@ -230,10 +235,6 @@ class CompressingRadixCache(RadixCache):
         req.last_node = node
 
     def allocate(self, tokens: int) -> torch.Tensor | None:
-        """Slots of `tokens` in whole blocks, evicted from the tree if need be; None: too full.
-
-        What the next decode step was promised is not given away.
-        """
         allocator = self.token_to_kv_pool_allocator
         if allocator.available_size() + self.evictable_size() < tokens + self._promised:
             return None
@@ -242,11 +243,6 @@ class CompressingRadixCache(RadixCache):
 
     @contextlib.contextmanager
     def behind_forward(self, *used: torch.Tensor) -> Iterator[None]:
-        """Have the device do what follows behind the forward that may be under way.
-
-        With overlap scheduling that forward still writes KVs: of this prompt, or of a request
-        that has ended, to blocks that are ours now. `used` were allocated outside.
-        """
         if self.stream is None:
             yield
             return
