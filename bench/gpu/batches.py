@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from kvc_kernels.cache import Batch, KVCache, Spans
+from kvc_kernels.batch import Batch
+from kvc_kernels.cache import KVCache, Spans
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""What the kernels read: the arenas, the spans that say where KVs lie in them, and a batch."""
+"""What the kernels read: the arenas, and the spans that say where KVs lie in them."""
 
 from __future__ import annotations
 
@@ -6,9 +6,6 @@ import dataclasses
 import functools
 
 import torch
-
-from kvc_kernels import pages
-from kvc_kernels.pages import HeadPages
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -118,55 +115,3 @@ class KVCache:
     def flat_v(self) -> torch.Tensor:
         """`arena_v` as head pages, [num_blocks * L * H, P, Dv]."""
         return self.arena_v.flatten(0, 2)
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Batch:
-    """The requests of one forward.
-
-    Attributes
-    ----------
-    cache : what they read.
-    request : integer [B], rows of the cache's tables.
-    seq_len : integer [B], KVs each request has had so far, kept or not, this forward's included.
-    start : integer [B + 1], where each request's new tokens begin in the query, and their number;
-        on the device. Only for a prefill.
-    max_new : the most new tokens that a request has. Only for a prefill.
-    rows : for every request its row, its KVs before this forward, and its new tokens; on the
-        host. Only for a prefill.
-    """
-
-    cache: KVCache
-    request: torch.Tensor
-    seq_len: torch.Tensor
-    start: torch.Tensor | None = None
-    max_new: int = 0
-    rows: list[tuple[int, int, int]] | None = None
-
-    def __post_init__(self):
-        if len(self.request) != len(self.seq_len):
-            raise ValueError(f"{len(self.seq_len)} lengths for {len(self.request)} requests")
-
-    @functools.cached_property
-    def runs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """`pages.runs`, worked out once."""
-        return pages.runs(self)
-
-    @functools.cached_property
-    def head_pages(self) -> list[HeadPages]:
-        """The pages of every request and head, one entry a layer; worked out once for all."""
-        return pages.head_pages(self)
-
-    @functools.cached_property
-    def held(self) -> list[list[list[int]]]:
-        """KVs of every request and head, ``held[layer][request][head]``; worked out once."""
-        _, in_tail, count = self.runs
-        in_spans = count[..., :2].sum(-1) * self.cache.page_size
-        return (in_spans + in_tail[:, None]).tolist()
-
-    def tracked_pages(self, tracked: torch.Tensor) -> list[torch.Tensor]:
-        """`pages.tracked_pages`, worked out once for all layers that ask with the same tensor."""
-        known = self.__dict__.get("_tracked")
-        if known is None or known[0] is not tracked:
-            known = self.__dict__["_tracked"] = tracked, pages.tracked_pages(self, tracked)
-        return known[1]

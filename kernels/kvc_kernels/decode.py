@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from kvc_kernels.cache import Batch
+from kvc_kernels.batch import Batch, head_kvs_reference, head_pages_reference
 from kvc_kernels.dispatch import use_triton
-from kvc_kernels.pages import head_kvs_reference, head_pages_reference
 
 
 def decode(

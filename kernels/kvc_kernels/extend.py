@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from kvc_kernels.cache import Batch
+from kvc_kernels.batch import Batch, head_kvs_reference
 from kvc_kernels.decode import check_query
 from kvc_kernels.dispatch import use_triton
-from kvc_kernels.pages import head_kvs_reference
 
 
 def extend(

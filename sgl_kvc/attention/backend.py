@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from kvc_kernels.cache import Batch
+from kvc_kernels.batch import Batch
 from kvc_kernels.decode import decode
 from kvc_kernels.dispatch import use_triton
 from kvc_kernels.extend import extend

@@ -11,7 +11,7 @@ import logging
 from typing import TYPE_CHECKING
 
 import torch
-from kvc_kernels.cache import Batch
+from kvc_kernels.batch import Batch
 from kvc_kernels.gpu.flashinfer_decode import PagedDecode, supported
 from kvc_kernels.gpu.flashinfer_prefill import PagedPrefill, try_out
 from sglang.srt.layers.radix_attention import RadixAttention

@@ -6,7 +6,8 @@ import dataclasses
 import itertools
 
 import torch
-from kvc_kernels.cache import Batch, KVCache, Spans
+from kvc_kernels.batch import Batch
+from kvc_kernels.cache import KVCache, Spans
 
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 2e-2}
 LAYERS, HEADS = 2, 3

@@ -6,10 +6,11 @@ import dataclasses
 
 import pytest
 import torch
-from kvc_kernels.cache import Batch, KVCache, Spans
+from kvc_kernels.batch import Batch, head_pages_reference
+from kvc_kernels.cache import KVCache, Spans
 from kvc_kernels.decode import decode, decode_reference
 from kvc_kernels.extend import extend, extend_reference
-from kvc_kernels.pages import head_pages_reference, page_ids
+from kvc_kernels.pages import page_ids
 
 from tests.kernels.batches import HEADS, LAYERS, RAGGED, TOLERANCE, Drawn, Row, build
 

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from kvc_kernels.cache import Batch
+from kvc_kernels.batch import Batch
 from kvc_kernels.decode import decode
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool

@@ -9,7 +9,7 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from kvc_kernels.cache import Batch
+from kvc_kernels.batch import Batch
 from sglang.srt.managers.schedule_batch import Req
 from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvc_kernels.cache import Batch
+from kvc_kernels.batch import Batch
 from kvc_kernels.gpu.attend import attend, nothing
 from kvc_kernels.gpu.layout import INTERPRETED, head_kv, head_spans, held_kvs, tables
 

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import torch
 
-from kvc_kernels.cache import Batch, KVCache
+from kvc_kernels.batch import Batch
+from kvc_kernels.cache import KVCache
 from kvc_kernels.gpu.tables import block_table
 
 _EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)

@@ -14,7 +14,8 @@ import math
 
 import torch
 
-from kvc_kernels.cache import Batch, KVCache, Spans
+from kvc_kernels.batch import Batch
+from kvc_kernels.cache import KVCache, Spans
 from kvc_kernels.gpu.extend import extend
 from kvc_kernels.pages import page_ids
 

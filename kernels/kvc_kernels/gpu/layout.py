@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvc_kernels.cache import Batch
+from kvc_kernels.batch import Batch
 
 #: The interpreter computes `tl.dot` of bfloat16 wrongly, without a word; kernels upcast there.
 INTERPRETED = bool(triton.knobs.runtime.interpret)

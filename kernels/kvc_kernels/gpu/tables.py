@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from kvc_kernels.cache import Batch
+from kvc_kernels.batch import Batch
 from kvc_kernels.gpu.layout import head_page, head_spans, held_kvs, tables
 
 #: Table entries of a program.

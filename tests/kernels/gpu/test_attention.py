@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kvc_kernels.batch import head_kvs_reference
 from kvc_kernels.decode import decode_reference
 from kvc_kernels.gpu.decode import decode
 from kvc_kernels.gpu.extend import extend
-from kvc_kernels.pages import head_kvs_reference
 
 from tests.kernels.batches import HEADS, LAYERS, RAGGED, TOLERANCE, Drawn, Row, build
 from tests.kernels.test_attention import NEW, plain_decode

@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 import torch
-from kvc_kernels.cache import Batch, KVCache, Spans
+from kvc_kernels.batch import Batch
+from kvc_kernels.cache import KVCache, Spans
 from kvc_kernels.decode import decode_reference
 from kvc_kernels.extend import extend_reference
 from kvc_kernels.gpu.flashinfer_decode import PagedDecode, bounds_indptr, supported
