@@ -75,6 +75,7 @@ def decode_torch(
     values = cache.flat_v.index_select(0, pages.page).float()
     out.index_add_(0, pages.owner, torch.bmm(weights, values))
     if metric is not None:
+        assert tracked is not None
         mine = batch.tracked_pages(tracked)[layer]
         page, owner = (each.index_select(0, mine) for each in (pages.page, pages.owner))
         attention = weights.index_select(0, mine).div_(total.index_select(0, owner)[..., None])
@@ -107,7 +108,10 @@ def decode_reference(
             logits = grouped[request, head] @ keys.T * scale
             out[request, head] = logits.softmax(-1) @ values
             lse[request, head] = logits.logsumexp(-1)
-            if metric is None or not tracked[row]:
+            if metric is None:
+                continue
+            assert tracked is not None
+            if not tracked[row]:
                 continue
             pages = head_pages_reference(batch, request, layer, head)
             paid = (logits.softmax(-1) ** int(tracked[row])).sum(0)

@@ -45,6 +45,7 @@ def extend(
 
 def extend_torch(query: torch.Tensor, batch: Batch, layer: int, scale: float) -> torch.Tensor:
     """`extend` in torch, on any device, without the log-sum-exp."""
+    assert batch.rows is not None
     cache, page_size = batch.cache, batch.cache.page_size
     group = query.shape[1] // cache.heads
     out = query.new_empty(*query.shape[:2], cache.flat_v.shape[-1])
@@ -94,6 +95,7 @@ def extend_reference(
     query: torch.Tensor, batch: Batch, layer: int, scale: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`extend`, one request and head at a time; `out` is float32."""
+    assert batch.rows is not None
     cache = batch.cache
     grouped = query.unflatten(1, (cache.heads, -1))
     out = torch.zeros(*grouped.shape[:3], cache.flat_v.shape[-1])

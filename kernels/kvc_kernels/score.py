@@ -139,12 +139,12 @@ def window_attention_reference(
         position = n - window + i
         counted = max(0, position + 1 - excluded)
         for head in range(heads):
-            rows = []
+            members = []
             for member in range(size):
                 query = queries[i, head * size + member].float()
                 logits = keys[: position + 1, head].float() @ query * scale
-                rows.append(logits.softmax(0)[:counted])
-            rows = torch.stack(rows)
+                members.append(logits.softmax(0)[:counted])
+            rows = torch.stack(members)
             rows = rows.mean(0, keepdim=True) if group == "mean" else rows
             scores[head, :counted] += (rows**power).sum(0)
     return scores

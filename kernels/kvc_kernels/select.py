@@ -59,7 +59,9 @@ def kept_positions(
     if use_triton(scores):
         from kvc_kernels.gpu import select as gpu
 
+        assert isinstance(order, gpu.PageRanks)
         return gpu.kept_positions(scores, order, pages, page_size, total)
+    assert isinstance(order, torch.Tensor)
     nth = torch.arange(order.shape[1], device=order.device)
     kept = torch.zeros_like(order, dtype=torch.bool)
     kept.scatter_(1, order, nth < pages[:, None] * page_size)

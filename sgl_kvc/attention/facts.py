@@ -51,7 +51,7 @@ class _LoadedFacts(ModelFacts):
     @property
     def cos_sin(self) -> torch.Tensor | None:
         """SGLang's own table, read anew each time: it grows with the longest prompt."""
-        return None if self._rotary is None else self._rotary.cos_sin_cache
+        return getattr(self._rotary, "cos_sin_cache", None)
 
     @property
     def neox(self) -> bool:

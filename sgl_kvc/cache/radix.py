@@ -146,7 +146,7 @@ class CompressingRadixCache(RadixCache, PrefixCache):
             return
         extent = request.extent
         due = extent is not None and extent.compressed and done >= extent.scored
-        if not due or len(req.prefix_indices) < extent.scored:
+        if extent is None or not due or len(req.prefix_indices) < extent.scored:
             super().cache_unfinished_req(req, chunked=chunked)
         if due:
             self._remember_states(req)

@@ -42,7 +42,7 @@ def check_types(params) -> None:
 
     `custom_params` may be anything: it is never put into a tensor.
     """
-    for field in _fields(type(params)):
+    for field in _fields(params.__class__):
         value = getattr(params, field.name)
         if isinstance(value, float) and value.is_integer() and abs(value) <= _INT32_MAX:
             value = int(value)

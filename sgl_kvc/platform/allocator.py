@@ -9,6 +9,8 @@ from sglang.srt.mem_cache.allocator import PagedTokenToKVPoolAllocator
 class TorchPagedAllocator(PagedTokenToKVPoolAllocator):
     """`PagedTokenToKVPoolAllocator`, with `alloc_extend` and `alloc_decode` in torch."""
 
+    free_pages: torch.Tensor  # SGLang's: page ids in the order they are taken
+
     def alloc_extend(
         self,
         prefix_lens: torch.Tensor,

@@ -14,6 +14,8 @@ def parameter_value(parameter: Parameter, value: Any) -> Any:
         one_of(parameter.name, value, list(parameter.choices))
         return value
     low, high = parameter.min, parameter.max
+    assert low is not None  # as there are no choices
+    assert high is not None
     if parameter.whole:
         whole = integer(parameter.name, value, low, high)
         if (whole - low) % parameter.step:
@@ -34,7 +36,7 @@ def one_of(field: str, value: Any, known: list[Any]) -> None:
         raise SpecError(field, f"unknown {field} {short(value)}; known are {names}")
 
 
-def integer(field: str, value: Any, low: int, high: int) -> int:
+def integer(field: str, value: Any, low: float, high: float) -> int:
     """A whole number in [low, high]; 8.0 is one."""
     whole = isinstance(value, int) or (isinstance(value, float) and value.is_integer())
     if isinstance(value, bool) or not whole or not low <= value <= high:

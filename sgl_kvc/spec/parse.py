@@ -94,6 +94,7 @@ class CompressionSpec:
         if self.budget is not None:
             wanted = math.ceil(self.budget / page_size)
         else:
+            assert self.rate is not None  # one of the two is set
             wanted = math.ceil(whole / self.rate)
         return max(1, min(wanted, whole))
 

@@ -32,6 +32,7 @@ def prefix_pages(batch: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     indices : int32 [N] on the device, their blocks, in order.
     last_page_len : int32 [B] on the host, tokens in the last page; 0 without a prefix.
     """
+    assert batch.rows is not None
     cache, lengths = batch.cache, [before for _, before, _ in batch.rows]
     counts = [-(-length // cache.page_size) for length in lengths]
     in_last = [(length - 1) % cache.page_size + 1 if length else 0 for length in lengths]
@@ -96,6 +97,7 @@ class PagedPrefill:
         batch : with `rows`, all of them uncompressed; this cannot be seen from here, so the
             caller sees to it. Kept, and its cache read by `run`.
         """
+        assert batch.rows is not None
         self._cache = batch.cache
         new_lens = [new for _, _, new in batch.rows]
         indptr = torch.tensor([0, *itertools.accumulate(new_lens)], dtype=torch.int32)
@@ -164,21 +166,23 @@ def try_out(prefill: PagedPrefill, device: torch.device) -> None:
     # Two layers, so that the strides of a layer show; a block for padding, and three a request.
     arenas = [drawn(7, 2, heads, page, dim).to(prefill.kv_dtype) for _ in "kv"]
     slots = torch.arange(page, 7 * page, dtype=torch.int32, device=device).view(2, -1)
+    rows = list(zip(range(2), before, new, strict=True))
     batch = Batch(
-        KVCache(*arenas, slots, Spans.uncompressed(2, 2 * heads, device)),
+        KVCache(arenas[0], arenas[1], slots, Spans.uncompressed(2, 2 * heads, device)),
         torch.arange(2, device=device),
         torch.tensor([sum(each) for each in zip(before, new, strict=True)], device=device),
         torch.tensor([0, *itertools.accumulate(new)], device=device),
         max(new),
-        list(zip(range(2), before, new, strict=True)),
+        rows,
     )
     query = drawn(sum(new), query_heads, dim).to(prefill.dtype)
     fresh = [drawn(sum(new), heads, dim).to(prefill.kv_dtype) for _ in "kv"]
-    at = torch.cat([slots[row, first : first + count] for row, first, count in batch.rows]).long()
+    at = torch.cat([slots[row, first : first + count] for row, first, count in rows]).long()
     for arena, tokens in zip(arenas, fresh, strict=True):
         arena[at // page, 1, :, at % page] = tokens
     prefill.plan(batch)
-    got = prefill.run(1, query, *(x.to(prefill.dtype) for x in fresh), with_lse=True)
+    keys, values = (x.to(prefill.dtype) for x in fresh)
+    got = prefill.run(1, query, keys, values, with_lse=True)
     expected = extend(query, batch, 1, prefill.scale)
     torch.testing.assert_close(got, expected, atol=_AGREE, rtol=_AGREE)
 

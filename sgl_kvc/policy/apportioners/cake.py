@@ -44,6 +44,7 @@ def apportion(context: PagesContext, tau1: float, tau2: float) -> torch.Tensor:
     """
     layers, heads, pages = context.page_scores.shape
     mean = context.total // (layers * heads)
+    assert context.statistics is not None  # as `observe` is there
     dispersion, shift = context.statistics.double().clamp_min(1e-30).log().unbind(dim=1)
     preference = (dispersion / tau1 + shift / tau2).softmax(dim=0)
     protected = protected_pages(context)

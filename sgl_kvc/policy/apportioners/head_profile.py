@@ -30,6 +30,7 @@ def apportion(context: PagesContext, retrieval: float) -> torch.Tensor:
     layers, heads, pages = context.page_scores.shape
     mean = context.total // (layers * heads)
     device = context.page_scores.device
+    assert context.facts.head_profile is not None
     profile = context.facts.head_profile.to(device).flatten()
     best_first = profile.sort(descending=True, stable=True).indices
     retrieving = torch.arange(len(profile), device=device)

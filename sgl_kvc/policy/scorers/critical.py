@@ -53,5 +53,6 @@ def score(
     best = put_last_first(attention, context.forced).topk(count, dim=-1).indices
     chosen = torch.zeros_like(attention, dtype=torch.bool).scatter_(1, best, True)
     chosen[:, attention.shape[1] - context.forced :] = True
+    assert context.facts.output_projection is not None
     norm = projected_norm(context.values, context.facts.output_projection[context.layer])
     return put_first((attention + epsilon) * norm, chosen)

@@ -51,6 +51,7 @@ def score(
         pooled = pooled * (mass / pooled.sum(dim=-1, keepdim=True).clamp(min=1e-30))
         worst[:, :before] = worst[:, :before].maximum(pooled.amax(dim=(1, 2)))
     risk = worst.maximum(worst.mean(dim=-1, keepdim=True)) if ranked else worst
+    assert context.facts.output_projection is not None
     norm = projected_norm(context.values, context.facts.output_projection[context.layer])
     share = norm[:, :ranked] / norm[:, :ranked].sum(dim=0).clamp(min=1e-30)
     scores = torch.ones(heads, n, device=risk.device)

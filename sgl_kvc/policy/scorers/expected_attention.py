@@ -94,6 +94,7 @@ def score(
 
 def _future(context: LayerContext, future: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean [H*G, D] and covariance [H*G, D, D] of queries at the positions to come."""
+    assert context.facts.cos_sin is not None
     n = context.keys.shape[0]
     known = context.facts.cos_sin.shape[0]
     first = min(n, known - 1)
@@ -109,7 +110,10 @@ def _future(context: LayerContext, future: int) -> tuple[torch.Tensor, torch.Ten
 def _angles(context: LayerContext, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines [len(positions), R/2]."""
     table = context.facts.cos_sin
-    return table[positions.to(table.device)].to(context.keys.device).float().chunk(2, dim=-1)
+    assert table is not None
+    angles = table[positions.to(table.device)].to(context.keys.device).float()
+    cos, sin = angles.chunk(2, dim=-1)
+    return cos, sin
 
 
 def _rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, neox: bool) -> torch.Tensor:

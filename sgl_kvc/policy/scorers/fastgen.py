@@ -41,6 +41,8 @@ def score(
     device, own = context.keys.device, context.queries.shape[1] // heads * context.queries.shape[0]
     mean = context.window_attention() / own
     facts = context.facts
+    assert facts.special_tokens is not None
+    assert facts.punctuation is not None
     special = torch.isin(context.tokens, facts.special_tokens.to(device)).expand(heads, n)
     marks = special | torch.isin(context.tokens, facts.punctuation.to(device))
     hitters = mean.topk(int(frequent * n), dim=-1).indices
