@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 
 import pytest
 import torch
@@ -261,7 +262,11 @@ class LivesOnGPU(Lives):
         torch.set_default_device(None)
 
 
-Lives.TestCase.settings = settings(max_examples=170, stateful_step_count=30, deadline=None)
+Lives.TestCase.settings = settings(
+    max_examples=int(os.environ.get("KVC_LIVES", "170")),  # `make mutants` has less time
+    stateful_step_count=30,
+    deadline=None,
+)
 TestLives = Lives.TestCase
 LivesOnGPU.TestCase.settings = Lives.TestCase.settings
 TestLivesOnGPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")(
