@@ -14,6 +14,7 @@ from hypothesis import HealthCheck, settings
 settings.register_profile(
     "mutants",
     derandomize=True,
+    max_examples=25,
     database=None,
     deadline=None,
     suppress_health_check=list(HealthCheck),

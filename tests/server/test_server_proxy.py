@@ -1,0 +1,395 @@
+"""What the gateway changes on the way to the worker and back, and what it passes on as it is."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import httpx
+import pytest
+from kvc_server.proxy import (
+    ResultScanner,
+    request_headers,
+    response_headers,
+    results,
+    while_connected,
+)
+from prometheus_client.parser import text_string_to_metric_families
+
+from tests.server.stub_worker import DROP, HANG, StubWorker, head, stubbed
+
+Scenario = Callable[[StubWorker, httpx.AsyncClient], Awaitable[None]]
+GENERATE, CHAT = "/generate", "/v1/chat/completions"
+
+
+def play(scenario: Scenario) -> None:
+    """Run `scenario` against a gateway and a stub worker."""
+
+    async def stage() -> None:
+        async with stubbed() as (worker, client):
+            await asyncio.wait_for(scenario(worker, client), 30)
+
+    asyncio.run(stage())
+
+
+def result(before: int, after: int) -> dict[str, Any]:
+    """A `kv_compression` object of a response, as far as metrics read it."""
+    return {"blocks": {"before": before, "after": after}}
+
+
+async def metrics(worker: StubWorker, client: httpx.AsyncClient) -> dict[tuple[str, ...], float]:
+    """The gateway's own: (name, labels' values) to value."""
+    worker.says(b"", 404)
+    text = (await client.get("/metrics")).text
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+# ---------------------------------------------------------------------------- headers
+
+
+def test_the_clients_host_does_not_reach_the_worker():
+    """The worker, or a router before it, chooses by Host: it must be the worker's own."""
+
+    async def scenario(worker: StubWorker, client: httpx.AsyncClient) -> None:
+        worker.says(b"{}")
+        await client.post(GENERATE, json={"text": "a"}, headers={"host": "example.org"})
+        assert worker.headers("host") == [f"127.0.0.1:{worker.port}"]
+
+    play(scenario)
+
+
+def test_what_of_a_requests_headers_reaches_the_worker():
+    async def scenario(worker: StubWorker, client: httpx.AsyncClient) -> None:
+        worker.says(b"{}")
+        sent = [
+            ("Authorization", "Bearer key"),
+            ("X-Trace", "1"),
+            ("X-Trace", "2"),
+            ("Accept-Encoding", "gzip, br"),
+            ("Proxy-Authorization", "Basic secret"),
+            ("TE", "trailers"),
+            ("Keep-Alive", "timeout=5"),
+            ("X-KV-Compression-Rate", "8"),
+        ]
+        answer = await client.post(f"{GENERATE}?x=1&y", json={"text": "prompt"}, headers=sent)
+        assert answer.status_code == 200
+        assert worker.head[0] == b"POST /generate?x=1&y HTTP/1.1"
+        assert worker.headers("authorization") == ["Bearer key"]
+        assert worker.headers("x-trace") == ["1", "2"]
+        assert worker.headers("accept-encoding") == ["identity"], "answers are read on the way"
+        for name in ("proxy-authorization", "te", "keep-alive", "x-kv-compression-rate"):
+            assert worker.header(name) is None
+        assert worker.headers("content-length") == [str(len(worker.body))]
+        assert json.loads(worker.body)["text"] == "prompt"
+
+    play(scenario)
+
+
+def test_headers_are_dropped_whatever_their_case():
+    """HTTP/1.1 headers that hold for one connection, and those that describe the body's bytes."""
+    hop_by_hop = (
+        "Connection Keep-Alive Proxy-Authenticate Proxy-Authorization TE Trailer "
+        "Transfer-Encoding Upgrade Content-Length"
+    ).encode().split()
+    asked = [*hop_by_hop, b"Host", b"Accept-Encoding", b"Expect", b"X-KV-Compression-Rate"]
+    for spelled in (bytes, bytes.lower, bytes.upper):
+        kept = request_headers([*((spelled(name), b"1") for name in asked), (b"X-Mine", b"2")])
+        assert kept == [(b"X-Mine", b"2"), (b"accept-encoding", b"identity")]
+        answered = [*hop_by_hop, b"Date", b"Server"]
+        raw = [*((spelled(name), b"1") for name in answered), (b"X-Mine", b"2"), (b"Host", b"3")]
+        assert response_headers(raw) == [(b"x-mine", b"2"), (b"host", b"3")]
+
+
+# ---------------------------------------------------------------------------- whole answers
+
+
+def test_an_answer_comes_back_byte_for_byte():
+    async def scenario(worker: StubWorker, client: httpx.AsyncClient) -> None:
+        body = b'{ "text":"\\u00e9",\n "order" : [2,1] }  '
+        chunks = b"5\r\n" + body[:5] + b"\r\n", b"%x\r\n" % len(body[5:]) + body[5:] + b"\r\n"
+        lines = ("Content-Type: application/json", "Transfer-Encoding: chunked", "Server: theirs",
+                 "Date: yesterday", "Set-Cookie: a=1", "Set-Cookie: b=2")  # fmt: skip
+        worker.answer(head(202, *lines), chunks[0], 0.02, chunks[1], b"0\r\n\r\n")
+        answer = await client.post(GENERATE, json={"text": "a"})
+        assert (answer.status_code, answer.content) == (202, body)
+        assert answer.headers["content-length"] == str(len(body))
+        assert answer.headers.get_list("set-cookie") == ["a=1", "b=2"]
+        assert "theirs" not in answer.headers.get("server", "")
+        assert "yesterday" not in answer.headers["date"]
+        assert "transfer-encoding" not in answer.headers
+        await asyncio.wait_for(worker.closed.wait(), 5)  # every request has its own connection
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("status", [400, 422, 500, 599])
+def test_the_workers_error_keeps_its_status(status):
+    async def scenario(worker: StubWorker, client: httpx.AsyncClient) -> None:
+        worker.says(b'{"message": "too long", "param": "input"}', status)
+        answer = await client.post(GENERATE, json={"text": "a"})
+        error = answer.json()["error"]
+        assert (answer.status_code, error["message"]) == (status, "too long")
+        assert error["param"] == "input"
+        await asyncio.wait_for(worker.closed.wait(), 5)
+
+    play(scenario)
+
+
+def test_an_answer_below_400_is_no_error():
+    async def scenario(worker: StubWorker, client: httpx.AsyncClient) -> None:
+        worker.says(b'{"message": "elsewhere"}', 399)
+        answer = await client.post(GENERATE, json={"text": "a"})
+        assert (answer.status_code, answer.json()) == (399, {"message": "elsewhere"})
+
+    play(scenario)
+
+
+def test_an_answer_without_a_type_is_passed_on():
+    async def scenario(worker: StubWorker, client: httpx.AsyncClient) -> None:
+        worker.answer(head(200, "Content-Length: 2") + b"ok")
+        assert (await client.post(GENERATE, json={"text": "a"})).text == "ok"
+
+    play(scenario)
+
+
+# ---------------------------------------------------------------------------- streams
+
+
+def test_a_stream_is_passed_on_as_it_comes():
+    async def scenario(worker: StubWorker, client: httpx.AsyncClient) -> None:
+        parts = [b'data: {"a"', b": 1}\n\n", b"data: 2\n\ndata", b": 3\n\n", b"data: [DONE]\n\n"]
+        worker.streams(parts[0], 0.05, parts[1], 0.05, parts[2], 0.05, parts[3], 0.5, parts[4])
+        arrived, begin = [], time.monotonic()
+        async with client.stream("POST", CHAT, json={"messages": []}) as answer:
+            assert answer.status_code == 200
+            assert answer.headers["content-type"] == "text/event-stream; charset=utf-8"
+            assert "content-length" not in answer.headers
+            async for chunk in answer.aiter_raw():
+                arrived.append((time.monotonic() - begin, chunk))
+        assert b"".join(chunk for _, chunk in arrived) == b"".join(parts)
+        assert arrived[-1][0] - arrived[0][0] > 0.3, "the first events did not wait for the last"
+
+    play(scenario)
+
+
+@pytest.mark.parametrize(
+    ("first", "status"),
+    [
+        (b'data: {"error": {"message": "no", "code": 400}}\n\n', 400),
+        (b'data:{"error": {"message": "no", "code": 429}}\n\n', 429),
+        (b'{"error": {"message": "no", "code": 599}}\n\n', 599),
+        (b'data: {"error": {"message": "no", "code": 399}}\n\n', 500),
+        (b'data: {"error": {"message": "no", "code": 600}}\n\n', 500),
+        (b'data: {"error": {"message": "no", "code": "400"}}\n\n', 500),
+        (b'data: {"error": {"message": "no"}}\n\ndata: 2\n\n', 500),
+        (b'data: {"error": "no"}\n\n', 500),
+    ],
+)
+def test_a_stream_that_begins_with_an_error_is_that_error(first, status):
+    """SGLang may answer 200 and then only say why not; a client should see the status."""
+
+    async def scenario(worker: StubWorker, client: httpx.AsyncClient) -> None:
+        worker.streams(first[:9], 0.02, first[9:])
+        answer = await client.post(CHAT, json={"messages": []})
+        assert answer.status_code == status
+        assert answer.json()["error"]["message"] == "no"
+        assert answer.headers["content-type"] == "application/json"
+
+    play(scenario)
+
+
+@pytest.mark.parametrize(
+    "first",
+    [
+        b'data: {"error" is no JSON}\n\n',
+        b'data: {"error":' + b"[" * 100_000 + b"\n\n",
+        b'data: {"text": "{\\"error\\": {\\"code\\": 400}}"}\n\n',
+        b'data: 1\n\ndata: {"error": {"message": "late", "code": 400}}\n\n',
+        b'data: {"error" without a line\'s end',
+        b"",
+    ],
+)
+def test_what_only_looks_like_an_error_is_passed_on(first):
+    async def scenario(worker: StubWorker, client: httpx.AsyncClient) -> None:
+        worker.streams(first)
+        answer = await client.post(CHAT, json={"messages": []})
+        assert (answer.status_code, answer.content) == (200, first)
+
+    play(scenario)
+
+
+def test_an_error_may_come_as_a_stream():
+    async def scenario(worker: StubWorker, client: httpx.AsyncClient) -> None:
+        for status in (400, 503):
+            worker.streams(b'{"message":\n', 0.02, b'"busy', 0.02, b' today"}', status=status)
+            answer = await client.post(CHAT, json={"messages": []})
+            assert (answer.status_code, answer.json()["error"]["message"]) == (status, "busy today")
+        worker.streams(b"data: 1\n\n", status=399)
+        assert (await client.post(CHAT, json={"messages": []})).status_code == 399
+
+    play(scenario)
+
+
+@pytest.mark.parametrize(("last", "gap"), [(b"data: 2\n\n", b""), (b"data: half", b"\n\n")])
+def test_a_stream_that_breaks_ends_in_an_error_event(last, gap):
+    """The client cannot know otherwise: the status was sent long before."""
+
+    async def scenario(worker: StubWorker, client: httpx.AsyncClient) -> None:
+        chunked = head(200, "Content-Type: text/event-stream", "Transfer-Encoding: chunked")
+        parts = [b"data: 1\n\n", last]
+        sent = [b"%x\r\n%s\r\n" % (len(part), part) for part in parts]
+        worker.answer(chunked, sent[0], 0.02, sent[1], 0.02, DROP)
+        answer = await client.post(CHAT, json={"messages": []})
+        kept = b"".join(parts) + gap + b"data: "
+        assert answer.content.startswith(kept)
+        assert answer.content.endswith(b"\n\n")
+        error = json.loads(answer.content.removeprefix(kept))["error"]
+        assert error["code"] == "worker_lost"
+        found = await metrics(worker, client)
+        assert found["kvc_broken_streams_total", CHAT] == 1
+
+    play(scenario)
+
+
+def test_a_whole_stream_is_not_counted_as_broken():
+    async def scenario(worker: StubWorker, client: httpx.AsyncClient) -> None:
+        worker.streams(b"data: 1\n\n")
+        await client.post(CHAT, json={"messages": []})
+        assert not any("broken" in name[0] and name[1:] for name in await metrics(worker, client))
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_leaves_takes_the_workers_request_along(stream):
+    async def scenario(worker: StubWorker, client: httpx.AsyncClient) -> None:
+        if stream:
+            worker.streams(b"data: 1\n\n", HANG)
+            worker.parts.remove(DROP)
+        else:
+            worker.answer(HANG)
+        with contextlib.suppress(httpx.TimeoutException):
+            await client.post(CHAT, json={"messages": []}, timeout=0.3)
+        await asyncio.wait_for(worker.closed.wait(), 5)
+
+    play(scenario)
+
+
+# ---------------------------------------------------------------------------- what is counted
+
+
+def test_the_results_of_answers_are_counted():
+    async def scenario(worker: StubWorker, client: httpx.AsyncClient) -> None:
+        worker.says(json.dumps({"text": "", "kv_compression": result(10, 2)}).encode())
+        await client.post(GENERATE, json={"text": "a"})
+        events = [
+            {"index": 0, "kv_compression": result(100, 90)},  # not the last word
+            {"index": 0, "kv_compression": result(200, 30)},
+            {"index": 1, "kv_compression": result(1000, 400)},
+        ]
+        worker.streams(*(b"data: " + json.dumps(each).encode() + b"\n\n" for each in events))
+        await client.post(GENERATE, json={"text": "a", "stream": True})
+        found = await metrics(worker, client)
+        assert found["kvc_kv_blocks_total", "before"] == 1210
+        assert found["kvc_kv_blocks_total", "after"] == 432
+
+    play(scenario)
+
+
+def test_results_of_one_body_or_of_a_batch():
+    one, two = {"kv_compression": {"rate": 8}}, {"kv_compression": None}
+    assert results(json.dumps(one).encode()) == [{"rate": 8}]
+    assert results(json.dumps([one, {"other": 1}, 3, two]).encode()) == [{"rate": 8}, None]
+    for body in (b"", b"{}", b"[]", b'{"text": "kv_compression"}', b'"\\"kv_compression\\""'):
+        assert results(body) == []
+    for body in (b'{"kv_compression": ', b'{"kv_compression":' + b"[" * 100_000):
+        assert results(body) == []  # no JSON, or too deep to read
+
+
+def test_a_scanner_finds_results_however_the_stream_is_cut():
+    event = {"index": 0, "kv_compression": {"rate": 8}}
+    first, last, other = (
+        json.dumps({"index": index, "kv_compression": {"rate": rate}}).encode()
+        for index, rate in ((0, 2), (0, 8), (1, 4))
+    )
+    text = (
+        b'data: {"index": 0}\n\n: a comment of "kv_compression"\n\ndata: ' + first
+        + b'\n\ndata: {"index": 7, "text": "x"}\n\ndata:' + other + b"\n\ndata: " + last
+        + b"\n\ndata: [DONE]\n\n"
+    )  # fmt: skip
+    for size in (1, 2, 3, 7, 20, 60, len(text)):
+        scanner = ResultScanner()
+        assert scanner.results() == []
+        for begin in range(0, len(text), size):
+            scanner.feed(text[begin : begin + size])
+        assert scanner.results() == [event["kv_compression"], {"rate": 4}]
+    unfinished = ResultScanner()
+    unfinished.feed(b"data: " + last)
+    assert unfinished.results() == [], "a line counts when it is complete"
+    unfinished.feed(b"\n")
+    assert unfinished.results() == [{"rate": 8}]
+
+
+# ---------------------------------------------------------------------------- the client's presence
+
+
+async def nobody_leaves() -> dict[str, Any]:
+    await asyncio.sleep(60)
+    raise AssertionError
+
+
+def test_work_ends_with_what_it_raised():
+    async def fails() -> None:
+        raise KeyError("found")
+
+    with pytest.raises(KeyError, match="found"):
+        asyncio.run(asyncio.wait_for(while_connected(nobody_leaves, fails()), 5))
+
+
+def test_work_that_is_done_does_not_wait_for_the_client():
+    async def scenario() -> list[int]:
+        done: list[int] = []
+
+        async def works() -> None:
+            await asyncio.sleep(0.01)
+            done.append(1)
+
+        await asyncio.wait_for(while_connected(nobody_leaves, works()), 5)
+        assert len(asyncio.all_tasks()) == 1, "nothing goes on listening"
+        return done
+
+    assert asyncio.run(scenario()) == [1]
+
+
+def test_only_a_disconnect_ends_the_work():
+    """The request's body comes by the same way, and may come while the worker is at it."""
+
+    async def scenario() -> list[str]:
+        messages = iter(["http.request", "http.request", "http.disconnect"])
+        seen: list[str] = []
+
+        async def receive() -> dict[str, Any]:
+            await asyncio.sleep(0.01)
+            seen.append(next(messages))
+            return {"type": seen[-1]}
+
+        async def works() -> None:
+            try:
+                await asyncio.sleep(60)
+            finally:
+                await asyncio.sleep(0.01)
+                seen.append("cleaned up")
+
+        await asyncio.wait_for(while_connected(receive, works()), 5)
+        return seen
+
+    assert asyncio.run(scenario()) == ["http.request", "http.request", "http.disconnect",
+                                       "cleaned up"]  # fmt: skip
