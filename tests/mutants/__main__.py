@@ -14,9 +14,10 @@ import os
 import shutil
 import subprocess
 import sys
-import tomllib
 from collections import Counter, defaultdict
 from pathlib import Path
+
+import tomllib
 
 ROOT = Path(__file__).parents[2]
 STAGE = ROOT / "build/mutants"
@@ -143,7 +144,7 @@ def main() -> int:
         mutmut("run", *args.names)
     os.chdir(STAGE)
     share = report()
-    print(f"\n{share:.1%} caught; at least {WANTED:.0%} is wanted. {HERE}/survivors.md has the rest.")
+    print(f"\n{share:.1%} caught, {WANTED:.0%} wanted; the survivors: {HERE}/survivors.md")
     return 0 if share >= WANTED else 1
 
 
