@@ -15,9 +15,14 @@ import shutil
 import subprocess
 import sys
 from collections import Counter, defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import tomllib
+from mutmut.mutation.data import SourceFileMutationData
+from mutmut.mutation.diff_apply import get_diff_for_mutant
+from mutmut.stats import status_by_exit_code
+from mutmut.utils.file_utils import walk_mutatable_files
 
 ROOT = Path(__file__).parents[2]
 STAGE = ROOT / "build/mutants"
@@ -59,23 +64,36 @@ def mutmut(*arguments: str) -> None:
     packages = [path for path in sys.path if "site-packages" in path]
     environment = os.environ | {
         "PYTHONPATH": os.pathsep.join(packages), "OMP_NUM_THREADS": "1", "KVC_LIVES": "8",
+        "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
     }  # fmt: skip
     code = "from mutmut.__main__ import cli; cli()"
     subprocess.run([sys.executable, "-c", code, *arguments], cwd=STAGE, env=environment, check=True)
 
 
-def statuses() -> dict[str, str]:
-    """What became of every mutant."""
-    from mutmut.mutation.data import SourceFileMutationData
-    from mutmut.stats import status_by_exit_code
-    from mutmut.utils.file_utils import walk_mutatable_files
-
-    found = {}
+def files() -> Iterator[SourceFileMutationData]:
+    """What is known of the mutants of every file."""
     for path in walk_mutatable_files():
         data = SourceFileMutationData(path=path)
         data.load()
-        found |= {name: status_by_exit_code[code] for name, code in data.exit_code_by_key.items()}
-    return found
+        yield data
+
+
+def statuses() -> dict[str, str]:
+    """What became of every mutant."""
+    return {
+        name: status_by_exit_code[code]
+        for data in files()
+        for name, code in data.exit_code_by_key.items()
+    }
+
+
+def forget_survivors() -> None:
+    """Have those that were not caught run again."""
+    for data in files():
+        for name, code in data.exit_code_by_key.items():
+            if status_by_exit_code[code] not in CAUGHT:
+                data.exit_code_by_key[name] = None
+        data.save()
 
 
 def part(name: str) -> str:
@@ -85,8 +103,6 @@ def part(name: str) -> str:
 
 def changed(name: str) -> tuple[str, str]:
     """The lines before and after."""
-    from mutmut.mutation.diff_apply import get_diff_for_mutant
-
     lines = get_diff_for_mutant(name).splitlines()[2:]
     return tuple(
         " ".join(line[1:].strip() for line in lines if line.startswith(sign)) for sign in "-+"
@@ -135,14 +151,17 @@ def report() -> float:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="make mutants", description=__doc__)
-    parser.add_argument("--resume", action="store_true", help="keep what earlier runs found")
+    parser.add_argument("--resume", action="store_true", help="run again what was not caught")
     parser.add_argument("--report", action="store_true", help="run nothing")
     parser.add_argument("names", nargs="*", help="mutants or patterns; all if none")
     args = parser.parse_args()
     if not args.report:
         stage(fresh=not args.resume)
+    os.chdir(STAGE)  # where mutmut finds its settings
+    if args.resume:
+        forget_survivors()
+    if not args.report:
         mutmut("run", *args.names)
-    os.chdir(STAGE)
     share = report()
     print(f"\n{share:.1%} caught, {WANTED:.0%} wanted; the survivors: {HERE}/survivors.md")
     return 0 if share >= WANTED else 1

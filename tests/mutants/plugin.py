@@ -1,10 +1,13 @@
 """pytest for mutants: the fastest tests first, and few examples of each property, always the same.
 
-The first test that fails ends a mutant, so most never reach the slow ones.
+The first test that fails ends a mutant, so most never reach the slow ones. Every mutant is a fork of
+a process that has imported torch, SGLang and the tests; collecting garbage there would copy all of
+their objects, at ten times the cost of a test.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 from pathlib import Path
 
@@ -20,6 +23,7 @@ settings.register_profile(
     suppress_health_check=list(HealthCheck),
 )
 settings.load_profile("mutants")
+gc.disable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
