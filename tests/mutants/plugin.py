@@ -1,8 +1,8 @@
-"""pytest for mutants: the fastest tests first, and few examples of each property, always the same.
+"""pytest for mutants: the fastest tests first, and few examples of each property, the same always.
 
-The first test that fails ends a mutant, so most never reach the slow ones. Every mutant is a fork of
-a process that has imported torch, SGLang and the tests; collecting garbage there would copy all of
-their objects, at ten times the cost of a test.
+The first test that fails ends a mutant, so most never reach the slow ones. Every mutant is a fork
+of a process that has imported torch, SGLang and the tests; collecting garbage there would copy all
+of their objects, at ten times the cost of a test.
 """
 
 from __future__ import annotations
