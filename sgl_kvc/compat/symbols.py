@@ -184,7 +184,7 @@ _SCHEDULER = (
     Uses(
         "sglang.srt.sampling.sampling_params.SamplingParams",
         "custom_params logit_bias max_new_tokens min_new_tokens normalize(tokenizer) "
-        "stop_token_ids top_k verify(vocab_size)",
+        "stop_token_ids stream_interval top_k verify(vocab_size)",
         "the knob arrives in them; some of their values would end the scheduler",
     ),
     Uses(
@@ -201,10 +201,10 @@ _SERVER = (
         "attention_backend attn_cp_size cuda_graph_backend_prefill cuda_graph_config dcp_size "
         "decode_attention_backend device disable_radix_cache disaggregation_mode "
         "dllm_algorithm dtype enable_dp_attention enable_flexkv enable_hierarchical_cache "
-        "enable_hisparse enable_lmcache enable_mis enable_page_major_kv_layout enable_pdmux "
-        "enable_prefill_cp enable_session_radix_cache enable_streaming_session "
+        "enable_hisparse enable_lmcache enable_lora enable_mis enable_page_major_kv_layout "
+        "enable_pdmux enable_prefill_cp enable_session_radix_cache enable_streaming_session "
         "enable_torch_compile enable_two_batch_overlap enable_unified_memory "
-        "get_attention_backends get_model_config kv_cache_dtype kv_canary model_path "
+        "get_attention_backends get_model_config kv_cache_dtype kv_canary lora_paths model_path "
         "page_size pp_size prefill_attention_backend prefill_only_disable_kv_cache "
         "quantization_param_path radix_cache_backend revision sampling_backend "
         "skip_tokenizer_init sleep_on_idle speculative_algorithm tokenizer_mode "

@@ -177,7 +177,7 @@ def test_a_forward(pool, rows, tmp_path, chunk, tracked):
     )
     backend = KvcAttentionBackend(runner)
     if tracked:
-        pool.spans.track(ROW)
+        pool.spans.track(ROW, 2)
     request = prefilled({"rate": 4})
     pool.requests |= {"scored": request, "other": Request(OFF)}
     before, new = ([N, 9], [1, 1]) if chunk is None else ([chunk[0], 0], [chunk[1], 5])
