@@ -257,4 +257,5 @@ def test_logprobs_by_openai(client):
         model="-", messages=[{"role": "user", "content": PROMPT}], max_tokens=4,
         logprobs=True, top_logprobs=3, seed=3, logit_bias={"7": 3},
     )  # fmt: skip
-    assert all(len(one.top_logprobs) == 3 for one in answer.choices[0].logprobs.content)
+    for one in answer.choices[0].logprobs.content:  # tokens of one text are told once
+        assert 1 <= len(one.top_logprobs) <= 3
