@@ -6,24 +6,51 @@ import asyncio
 import contextlib
 import json
 import time
+from collections.abc import Awaitable, Callable
+from typing import Any
 
 import httpx
 import pytest
 from kvc_server.proxy import (
+    ResultScanner,
     request_headers,
     response_headers,
+    results,
+    while_connected,
 )
+from prometheus_client.parser import text_string_to_metric_families
 
-from tests.server.stub_worker import (
-    CHAT,
-    DROP,
-    GENERATE,
-    HANG,
-    StubWorker,
-    head,
-    metrics,
-    play,
-)
+from tests.server.stub_worker import DROP, HANG, StubWorker, head, stubbed
+
+Scenario = Callable[[StubWorker, httpx.AsyncClient], Awaitable[None]]
+GENERATE, CHAT = "/generate", "/v1/chat/completions"
+
+
+def play(scenario: Scenario) -> None:
+    """Run `scenario` against a gateway and a stub worker."""
+
+    async def stage() -> None:
+        async with stubbed() as (worker, client):
+            await asyncio.wait_for(scenario(worker, client), 30)
+
+    asyncio.run(stage())
+
+
+def result(before: int, after: int) -> dict[str, Any]:
+    """A `kv_compression` object of a response, as far as metrics read it."""
+    return {"blocks": {"before": before, "after": after}}
+
+
+async def metrics(worker: StubWorker, client: httpx.AsyncClient) -> dict[tuple[str, ...], float]:
+    """The gateway's own: (name, labels' values) to value."""
+    worker.says(b"", 404)
+    text = (await client.get("/metrics")).text
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
 
 # ---------------------------------------------------------------------------- headers
 
@@ -257,3 +284,112 @@ def test_a_client_that_leaves_takes_the_workers_request_along(stream):
 
 
 # ---------------------------------------------------------------------------- what is counted
+
+
+def test_the_results_of_answers_are_counted():
+    async def scenario(worker: StubWorker, client: httpx.AsyncClient) -> None:
+        worker.says(json.dumps({"text": "", "kv_compression": result(10, 2)}).encode())
+        await client.post(GENERATE, json={"text": "a"})
+        events = [
+            {"index": 0, "kv_compression": result(100, 90)},  # not the last word
+            {"index": 0, "kv_compression": result(200, 30)},
+            {"index": 1, "kv_compression": result(1000, 400)},
+        ]
+        worker.streams(*(b"data: " + json.dumps(each).encode() + b"\n\n" for each in events))
+        await client.post(GENERATE, json={"text": "a", "stream": True})
+        found = await metrics(worker, client)
+        assert found["kvc_kv_blocks_total", "before"] == 1210
+        assert found["kvc_kv_blocks_total", "after"] == 432
+
+    play(scenario)
+
+
+def test_results_of_one_body_or_of_a_batch():
+    one, two = {"kv_compression": {"rate": 8}}, {"kv_compression": None}
+    assert results(json.dumps(one).encode()) == [{"rate": 8}]
+    assert results(json.dumps([one, {"other": 1}, 3, two]).encode()) == [{"rate": 8}, None]
+    for body in (b"", b"{}", b"[]", b'{"text": "kv_compression"}', b'"\\"kv_compression\\""'):
+        assert results(body) == []
+    for body in (b'{"kv_compression": ', b'{"kv_compression":' + b"[" * 100_000):
+        assert results(body) == []  # no JSON, or too deep to read
+
+
+def test_a_scanner_finds_results_however_the_stream_is_cut():
+    event = {"index": 0, "kv_compression": {"rate": 8}}
+    first, last, other = (
+        json.dumps({"index": index, "kv_compression": {"rate": rate}}).encode()
+        for index, rate in ((0, 2), (0, 8), (1, 4))
+    )
+    text = (
+        b'data: {"index": 0}\n\n: a comment of "kv_compression"\n\ndata: ' + first
+        + b'\n\ndata: {"index": 7, "text": "x"}\n\ndata:' + other + b"\n\ndata: " + last
+        + b"\n\ndata: [DONE]\n\n"
+    )  # fmt: skip
+    for size in (1, 2, 3, 7, 20, 60, len(text)):
+        scanner = ResultScanner()
+        assert scanner.results() == []
+        for begin in range(0, len(text), size):
+            scanner.feed(text[begin : begin + size])
+        assert scanner.results() == [event["kv_compression"], {"rate": 4}]
+    unfinished = ResultScanner()
+    unfinished.feed(b"data: " + last)
+    assert unfinished.results() == [], "a line counts when it is complete"
+    unfinished.feed(b"\n")
+    assert unfinished.results() == [{"rate": 8}]
+
+
+# ---------------------------------------------------------------------------- the client's presence
+
+
+async def nobody_leaves() -> dict[str, Any]:
+    await asyncio.sleep(60)
+    raise AssertionError
+
+
+def test_work_ends_with_what_it_raised():
+    async def fails() -> None:
+        raise KeyError("found")
+
+    with pytest.raises(KeyError, match="found"):
+        asyncio.run(asyncio.wait_for(while_connected(nobody_leaves, fails()), 5))
+
+
+def test_work_that_is_done_does_not_wait_for_the_client():
+    async def scenario() -> list[int]:
+        done: list[int] = []
+
+        async def works() -> None:
+            await asyncio.sleep(0.01)
+            done.append(1)
+
+        await asyncio.wait_for(while_connected(nobody_leaves, works()), 5)
+        assert len(asyncio.all_tasks()) == 1, "nothing goes on listening"
+        return done
+
+    assert asyncio.run(scenario()) == [1]
+
+
+def test_only_a_disconnect_ends_the_work():
+    """The request's body comes by the same way, and may come while the worker is at it."""
+
+    async def scenario() -> list[str]:
+        messages = iter(["http.request", "http.request", "http.disconnect"])
+        seen: list[str] = []
+
+        async def receive() -> dict[str, Any]:
+            await asyncio.sleep(0.01)
+            seen.append(next(messages))
+            return {"type": seen[-1]}
+
+        async def works() -> None:
+            try:
+                await asyncio.sleep(60)
+            finally:
+                await asyncio.sleep(0.01)
+                seen.append("cleaned up")
+
+        await asyncio.wait_for(while_connected(receive, works()), 5)
+        return seen
+
+    assert asyncio.run(scenario()) == ["http.request", "http.request", "http.disconnect",
+                                       "cleaned up"]  # fmt: skip
