@@ -5,6 +5,7 @@ Three requests of a layer in the middle of a model; attention is compared with t
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,6 +20,7 @@ from sgl_kvc.attention.backend import KvcAttentionBackend
 from sgl_kvc.attention.support import UnsupportedError
 from sgl_kvc.cache.request import Request
 from sgl_kvc.pool.arena import ArenaKVPool
+from sgl_kvc.profile import FILE_NAME
 from sgl_kvc.spec import OFF
 
 LAYERS, HEADS, GROUP, DIM, PAGE = 3, 2, 2, 8, 4
@@ -157,6 +159,20 @@ def test_a_batch_that_was_not_prepared(backend):
     assert backend._prepared[0] is prepared
 
 
+def test_what_kernels_are_told_of_a_prefill(backend):
+    """The device's numbers beside the host's: those on a GPU read the former alone."""
+    batch = batch_of(backend, ForwardMode.EXTEND, CHUNKS)
+    told = backend._new_batch(batch)
+    assert told.request is batch.req_pool_indices
+    assert told.seq_len is batch.seq_lens
+    assert told.start.tolist() == [0, 5, 8, 9]
+    assert told.max_new == 5
+    assert told.rows == CHUNKS
+    batch.extend_seq_lens_cpu = [5, 3]
+    with pytest.raises(ValueError, match="shorter"):
+        backend._new_batch(batch)
+
+
 def test_prompts_with_scores_see_their_own_chunk(backend):
     """The second request is none of ours, the first has nothing to score; a batch may be padded."""
     plain, scored = Request(OFF), Request(OFF)
@@ -231,7 +247,27 @@ def test_decode_adds_attention_to_the_metric_of_tracked_requests(backend):
     assert backend.pool.metric.sum() == pytest.approx(HEADS * GROUP), "nobody else's"
 
 
-def test_what_sglang_asks_of_a_backend(backend, caplog):
+def test_a_model_without_a_head_profile_is_told_so(backend, tmp_path, caplog):
+    """The default policy is the better for one; it lies beside the model or not at all."""
+    runner = SimpleNamespace(
+        token_to_kv_pool=backend.pool,
+        req_to_token_pool=ReqToTokenPool(5, 16, "cpu", False),
+        server_args=SimpleNamespace(model_path=str(tmp_path)),
+        model_config=SimpleNamespace(get_total_num_kv_heads=lambda: HEADS),
+        ps=SimpleNamespace(attn_tp_rank=0, attn_tp_size=1),
+        device="cpu",
+    )
+    with caplog.at_level("INFO"):
+        assert KvcAttentionBackend(runner).pool.facts.head_profile is None
+    assert "no head profile" in caplog.text
+    caplog.clear()
+    (tmp_path / FILE_NAME).write_text(json.dumps({"heads": [[0.5] * HEADS] * LAYERS}))
+    with caplog.at_level("INFO"):
+        assert KvcAttentionBackend(runner).pool.facts.head_profile.shape == (LAYERS, HEADS)
+    assert not caplog.text
+
+
+def test_what_sglang_asks_of_a_backend(backend):
     assert backend.get_cuda_graph_seq_len_fill_value() == 1
     assert not backend.support_triton()
     assert backend.init_cuda_graph_state(1, 1) is None

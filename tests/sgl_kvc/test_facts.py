@@ -21,7 +21,12 @@ from sglang.srt.server_args import ServerArgs, set_global_server_args_for_schedu
 from transformers import AutoConfig, AutoTokenizer
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-from sgl_kvc.attention.facts import PROFILE_VARIABLE, read_facts
+from sgl_kvc.attention.facts import (
+    PROFILE_VARIABLE,
+    _is_punctuation,
+    _plain_weight,
+    read_facts,
+)
 from sgl_kvc.policy.base import FactsError, ModelFacts
 from sgl_kvc.profile import FILE_NAME
 from sgl_kvc.spec.catalogue import FAMILIES, methods
@@ -172,3 +177,45 @@ def test_output_projections_at_more_ranks_than_heads(runner):
     one.model = model
     for weight in read_facts(one).output_projection:
         assert torch.equal(weight, whole[:, rank * size : (rank + 1) * size])
+
+
+def linear(dtype: torch.dtype = torch.float32, **attributes) -> torch.nn.Module:
+    """A layer of 8 inputs and 4 outputs, in SGLang's words."""
+    module = torch.nn.Module()
+    module.weight = torch.nn.Parameter(torch.zeros(4, 8).to(dtype), requires_grad=False)
+    module.input_size_per_partition, module.output_size = 8, 4
+    for name, value in attributes.items():
+        setattr(module, name, value)
+    return module
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_a_plain_weight_is_used(dtype):
+    module = linear(dtype)
+    assert _plain_weight(module).data_ptr() == module.weight.data_ptr()
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        torch.nn.Module(),
+        linear(torch.float8_e4m3fn),
+        linear(torch.int32),
+        linear(use_intel_amx_backend=True),
+        linear(input_size_per_partition=16),  # two numbers in one
+        linear(output_size=8),
+        torch.nn.Linear(8, 4),  # not one of SGLang's
+    ],
+    ids=["none", "fp8", "int32", "amx", "packed in", "packed out", "torch"],
+)
+def test_a_weight_stored_otherwise_is_not(module):
+    assert _plain_weight(module) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "whether"),
+    [("", False), (".", True), ("?!", True), ("«", True), ("a.", False), (".5", False)]
+    + [(mark, True) for mark in "$+<=>^`|~"] + [("€", False), ("X", False), (" ", False)],
+)  # fmt: skip
+def test_marks(text, whether):
+    assert _is_punctuation(text) == whether

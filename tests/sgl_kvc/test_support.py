@@ -131,8 +131,11 @@ def args(tiny_llama) -> ServerArgs:
     ids=lambda value: "" if isinstance(value, str) else " ".join(map(str, value.items())),
 )
 def test_options_that_are_refused(args, options, sentence):
-    with pytest.raises(UnsupportedError, match=re.escape(sentence)):
+    with pytest.raises(UnsupportedError, match=re.escape(sentence)) as refused:
         check_server(copy_with(args, options))
+    if sentence.startswith("--"):  # then a reason follows
+        why = r"( above 1)? cannot be combined with --attention-backend kvc: ([a-z]|KVs |SGLang ).*"
+        assert re.fullmatch(re.escape(sentence) + why, str(refused.value))
 
 
 @pytest.mark.parametrize(
