@@ -6,7 +6,7 @@ READY := .venv/.ready
 # The tests compare with it. It asks for an older transformers than SGLang's, and works without.
 KVPRESS := kvpress==0.5.5
 
-.PHONY: install serve demo test lint bench quality eval recall lock clean
+.PHONY: install serve demo test lint mutants bench quality eval recall lock clean
 
 install: $(READY)  ## set-up only
 
@@ -29,6 +29,9 @@ test: install  ## everything
 lint: install
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+mutants: install  ## how many small faults do the unit tests notice? tests/mutants/survivors.md
+	$(BIN)/python -m tests.mutants
 
 bench: install  ## running batch and throughput at a fixed pool, off and on
 	$(BIN)/python -m bench.throughput --plain --out bench/results/throughput.json
