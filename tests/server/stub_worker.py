@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 
 import httpx
 import uvicorn
 from kvc_server.app import create_app
 from kvc_server.settings import Settings
+from prometheus_client.parser import text_string_to_metric_families
 
 #: In an answer: close the connection here, or say nothing more until the other side closes it.
 DROP, HANG = object(), object()
@@ -95,3 +96,27 @@ async def stubbed() -> AsyncIterator[tuple[StubWorker, httpx.AsyncClient]]:
             yield worker, client
         server.should_exit = True
         await running
+
+
+Scenario = Callable[[StubWorker, httpx.AsyncClient], Awaitable[None]]
+
+
+def play(scenario: Scenario) -> None:
+    """Run `scenario` against a gateway and a stub worker."""
+
+    async def stage() -> None:
+        async with stubbed() as (worker, client):
+            await asyncio.wait_for(scenario(worker, client), 30)
+
+    asyncio.run(stage())
+
+
+async def metrics(worker: StubWorker, client: httpx.AsyncClient) -> dict[tuple[str, ...], float]:
+    """The gateway's own: (name, labels' values) to value."""
+    worker.says(b"", 404)
+    text = (await client.get("/metrics")).text
+    return {
+        (sample.name, *sample.labels.values()): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
