@@ -53,6 +53,36 @@ def test_states_larger_than_the_limit_displace_nobody():
     assert cache.held == 2048
 
 
+def test_the_least_recently_used_are_forgotten():
+    cache = StateCache(limit=3 * 1024)
+    for prompt in "abc":
+        cache.put(prompt, [sums(1)])
+    assert cache.held == cache.limit, "as much as the limit is no more than the limit"
+    assert cache.get("a") is not None
+    cache.put("d", [sums(1)])
+    assert [prompt for prompt in "abcd" if cache.get(prompt) is not None] == ["a", "c", "d"]
+    cache.put("e", [sums(3)])
+    assert [prompt for prompt in "acde" if cache.get(prompt) is not None] == ["e"]
+    assert cache.held == cache.limit
+
+
+@pytest.mark.parametrize(
+    ("state", "size"),
+    [
+        (None, 0), (True, 0), (3, 0), (2.5, 0), ("text", 0), ([], 0), (torch.zeros(2, 3), 24),
+        (torch.zeros(5, dtype=torch.int8), 5), ((torch.zeros(1), [torch.zeros(2)]), 12),
+    ],
+)  # fmt: skip
+def test_bytes_of_a_state(state, size):
+    assert state_bytes(state) == size
+
+
+@pytest.mark.parametrize("state", [{1, 2}, b"bytes", object(), Sums, torch.zeros])
+def test_what_cannot_be_counted(state):
+    with pytest.raises(TypeError, match=f"a state of type {type(state).__name__}"):
+        state_bytes([0, state])
+
+
 def test_the_limit_follows_the_pool():
     assert StateCache.for_pool(100 << 30).limit == 2 << 30
     assert StateCache.for_pool(1 << 20).limit == 8 << 20
