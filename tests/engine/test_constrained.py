@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
+from transformers import AutoTokenizer
 
 from tests import tiny_models
 from tests.servers import assert_no_leak, generate_body, sglang
@@ -74,13 +75,16 @@ def server(folder):
         yield running
 
 
+def biased(folder, characters: str, bias: float) -> dict[str, float]:
+    """A `logit_bias` for the tokens of `characters`."""
+    ids = AutoTokenizer.from_pretrained(folder)(characters)["input_ids"]
+    return {str(token): bias for token in ids}
+
+
 @pytest.fixture(scope="module")
 def no_blanks(folder) -> dict[str, float]:
     """A `logit_bias` that ends white space between JSON's tokens, which may be without end."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    return {str(i): -100.0 for i in tokenizer(" \t\n\r")["input_ids"]}
+    return biased(folder, " \t\n\r", -100.0)
 
 
 @pytest.fixture
@@ -252,10 +256,12 @@ def test_what_can_be_returned(server, name, knob):
         assert len(found["output_token_logprobs"]) == 4
 
 
-def test_logprobs_by_openai(client):
+def test_logprobs_by_openai(client, folder):
+    """Letters only: SGLang reports alternatives by their text, and most bytes have none."""
     answer = client.chat.completions.create(
         model="-", messages=[{"role": "user", "content": PROMPT}], max_tokens=4,
-        logprobs=True, top_logprobs=3, seed=3, logit_bias={"7": 3},
+        logprobs=True, top_logprobs=3, seed=3, logit_bias=biased(folder, "abcdefgh", 100.0),
     )  # fmt: skip
-    for one in answer.choices[0].logprobs.content:  # tokens of one text are told once
-        assert 1 <= len(one.top_logprobs) <= 3
+    found = answer.choices[0].logprobs.content
+    assert [len(one.top_logprobs) for one in found] == [3] * 4
+    assert all(one.token in "abcdefgh" for one in found)
