@@ -38,19 +38,22 @@ def check_sampling(params, vocab_size: int) -> None:
 
 
 def check_types(params) -> None:
-    """Raise ValueError for the first field that is not of its declared type; 4.0 is an integer.
+    """Raise ValueError for the first field that is not of its declared type.
 
-    `custom_params` may be anything: it is never put into a tensor.
+    An integer that was written 4.0 becomes one: SGLang cuts lists at `max_new_tokens`.
+    `custom_params` may be anything: nothing is computed with it.
     """
     for field in _fields(params.__class__):
         value = getattr(params, field.name)
-        if isinstance(value, float) and value.is_integer() and abs(value) <= _INT32_MAX:
-            value = int(value)
-        if field.name != "custom_params":
-            try:
-                msgspec.convert(value, field.type)
-            except msgspec.ValidationError as error:
-                raise ValueError(f"{field.name}: {error}.") from error
+        if field.name == "custom_params":
+            continue
+        whole = isinstance(value, float) and value.is_integer() and abs(value) <= _INT32_MAX
+        try:
+            converted = msgspec.convert(int(value) if whole else value, field.type)
+        except msgspec.ValidationError as error:
+            raise ValueError(f"{field.name}: {error}.") from error
+        if whole:
+            setattr(params, field.name, converted)
 
 
 _fields = functools.cache(msgspec.structs.fields)
