@@ -139,7 +139,7 @@ async def _policies(
     """
     usable = []
     for policy in dict.fromkeys(options.policies or await endpoint.policies() or PRESETS):
-        knob = {"rate": max(options.rates), "policy": policy}
+        knob = {"rate": max(options.rates), "policy": policy, "force": True}
         refusal = await endpoint.refusal(knob)
         if refusal is None and AFTER in questions:
             refusal = await endpoint.refusal(knob | {"question_tokens": 1})

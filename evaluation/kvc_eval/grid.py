@@ -31,7 +31,8 @@ class Cell(NamedTuple):
         """The request's ``kv_compression``; `question_tokens` is used in AFTER only."""
         if self.policy == OFF:
             return {"rate": 1}
-        knob = {"rate": self.rate, "policy": self.policy}
+        # Prompts are asked at several rates side by side: what they share must not count.
+        knob = {"rate": self.rate, "policy": self.policy, "force": True}
         return knob | {"question_tokens": question_tokens} if self.question == AFTER else knob
 
 

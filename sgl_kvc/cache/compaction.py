@@ -115,11 +115,11 @@ def _loss(cache: PrefixCache, request: Request, extent: Extent) -> str | None:
 
     A request that is compressed again while it decodes needs blocks of its own in any case.
     """
-    if request.goes_on:
+    if request.goes_on or request.spec.force:
         return None
     begin, end = extent.begin // cache.page_size, extent.end // cache.page_size
     held = cache.sharing.share(request, begin, end)
-    if extent.segment_blocks < held:
+    if extent.segment_blocks <= held:
         return None
     return (
         f"compressed it would hold {extent.segment_blocks} blocks of its own; its share of the "

@@ -43,6 +43,8 @@ class CompressionSpec:
         what follows is compressed.
     question_tokens : the prompt's last tokens, read only after compression, as a later turn's
         would be; no score sees them.
+    force : compress even where the copy takes more memory than it frees, because most of the
+        prompt is shared with others that run; then the result depends on the request alone.
     recompress_every : decoded tokens after which segment and tail are compressed again, by what
         `continual` says (attention: arXiv 2410.00161, eq. 20); 0 is never.
     """
@@ -59,6 +61,7 @@ class CompressionSpec:
     prefix_tokens: int = 0
     question_tokens: int = 0
     recompress_every: int = 0
+    force: bool = False
 
     @property
     def off(self) -> bool:
@@ -105,7 +108,7 @@ class CompressionSpec:
             for name in ("rate", *_INTEGERS)
             if getattr(self, name) is not None
         }
-        fields |= self.parameters
+        fields |= self.parameters | ({"force": True} if self.force else {})
         if self.policy in PRESETS:
             return fields | {"policy": self.policy}
         return fields | {"scorer": self.scorer, "apportioner": self.apportioner}
@@ -120,7 +123,7 @@ _INTEGERS = {  # field: (min, max)
     "question_tokens": (0, 1 << 24),
     "recompress_every": (0, 1 << 24),
 }
-FIELDS = ("rate", "policy", "scorer", "apportioner", *_INTEGERS)
+FIELDS = ("rate", "policy", "scorer", "apportioner", *_INTEGERS, "force")
 
 
 def parse(knob: Any, *, max_rate: float = MAX_RATE) -> CompressionSpec:
@@ -151,6 +154,9 @@ def parse(knob: Any, *, max_rate: float = MAX_RATE) -> CompressionSpec:
     for name, (low, high) in _INTEGERS.items():
         if name in given:
             values[name] = checks.integer(name, given[name], low, high)
+    if "force" in given:
+        checks.one_of("force", given["force"], [False, True])
+        values["force"] = given["force"]
     if values.get("recompress_every"):
         for family in ("scorer", "apportioner"):
             if not methods(f"{family}s")[values[family]].continual:

@@ -110,6 +110,13 @@ def test_compression_of_a_shared_prompt_pays_where_all_copies_are_small():
     assert blocks_held(world) == 5 * 3
 
 
+def test_force_compresses_at_a_loss():
+    world = World(120)
+    reqs = admit_together(world, {"rate": 2, "min_tokens": 0, "force": True})
+    assert all(Request.of(req).segment is not None for req in reqs)
+    assert blocks_held(world) == 5 * 11
+
+
 def test_prefix_tokens_are_held_once():
     world = World(120)
     knob = {"rate": 2, "min_tokens": 0, "prefix_tokens": 80}
