@@ -114,8 +114,8 @@ def survivors(names: list[str]) -> str:
     given = tomllib.loads((HERE / "reasons.toml").read_text())["reason"]
     by_reason = defaultdict(list)
     for name in names:
-        function = name.rpartition("__mutmut_")[0].replace("x_", "").replace("xǁ", "")
-        function = function.replace("ǁ", ".")
+        function = name.rpartition("__mutmut_")[0]
+        function = function.replace(".xǁ", ".").replace(".x_", ".").replace("ǁ", ".")
         before, after = changed(name)
         why = (
             each["why"]
