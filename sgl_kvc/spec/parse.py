@@ -108,7 +108,9 @@ class CompressionSpec:
             for name in ("rate", *_INTEGERS)
             if getattr(self, name) is not None
         }
-        fields |= self.parameters | ({"force": True} if self.force else {})
+        fields |= self.parameters
+        if self.force:
+            fields["force"] = True
         if self.policy in PRESETS:
             return fields | {"policy": self.policy}
         return fields | {"scorer": self.scorer, "apportioner": self.apportioner}

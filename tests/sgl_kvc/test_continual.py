@@ -57,7 +57,8 @@ def test_streaming_llm_slides_its_window_in_decode(lives):
 
 @pytest.mark.parametrize("other_ends", [True, False])
 def test_a_context_that_was_not_worth_compressing_stays_whole(lives, other_ends):
-    """Another request shared it then; its scores are gone when that one ends meanwhile."""
+    """Others shared it then; its scores are gone when one of them ends meanwhile."""
+    lives.start(0, 2 * PAGE, 0, None, 0, keep=True)
     lives.start(0, 2 * PAGE, 0, None, 0, keep=True)
     knob = {"rate": 2, "min_tokens": 0, "question_tokens": 30, "policy": "random"}
     lives.start(0, 38, 0, knob, 0, keep=True, other_ends=other_ends)
