@@ -1,6 +1,8 @@
 # Every target sets up what it needs in .venv; the first run takes some minutes.
 PYTHON ?= python3
 PORT ?= 8000
+# Test files that run side by side; on a GPU, whose memory they share, `make test JOBS=0`.
+JOBS ?= 2
 BIN := .venv/bin
 READY := .venv/.ready
 # The tests compare with it. It asks for an older transformers than SGLang's, and works without.
@@ -24,7 +26,7 @@ demo: install  ## one question at rates 1 to 32, in a table
 	$(BIN)/sgl-kvc demo
 
 test: install  ## everything
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 lint: install
 	$(BIN)/ruff check .

@@ -68,8 +68,9 @@ def test_no_other_command_needs_the_extra() -> None:
     code = (
         "import sys\n"
         f"sys.modules.update(dict.fromkeys({LIBRARIES}))\n"
-        "import kvc_server.serve, kvc_server.demo, kvc_server.plan_report\n"
-        "import kvc_server.policies_report, kvc_server.profile_report\n"
+        "import importlib, pkgutil, kvc_server, sgl_kvc.profile_command\n"
+        "for module in pkgutil.iter_modules(kvc_server.__path__, 'kvc_server.'):\n"
+        "    importlib.import_module(module.name)\n"
         "from kvc_server.cli import main\n"
         "main(['eval', '--help'])"
     )
