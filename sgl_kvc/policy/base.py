@@ -186,7 +186,7 @@ class Method:
     run: Callable[[Any], torch.Tensor]
     observe: Callable[[LayerContext], Any] | None
     lift: Callable[[torch.Tensor, int, int], None] | None
-    rescore: Callable[[HeldContext], torch.Tensor] | None
+    rescore: Callable[[HeldContext], torch.Tensor] | None = None
 
 
 def scorer(spec: CompressionSpec) -> Method:
