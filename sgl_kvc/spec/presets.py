@@ -1,7 +1,9 @@
 """Policies by the names of their papers: a scorer, an apportioner and their parameters.
 
 Not among them is KVzip (arXiv 2505.23416): it scores by a second forward pass over the whole
-prompt, repeated, which does not fit into prefill.
+prompt, repeated, which does not fit into prefill. Nor is Task-KV (arXiv 2501.15113): some of its
+heads keep everything, however small the budget, and no code of its authors is public that says how
+those heads are completed and that a version within a budget could be held against.
 """
 
 from __future__ import annotations
