@@ -72,6 +72,8 @@ def install(cache: PrefixCache, req: Req, segment: Segment) -> None:
             cache.pool.spans.track(req.req_pool_idx, power)
     cache.hold_only(req, segment.begin)
     req.cache_protected_len = segment.row_begin
+    if request.goes_on and request.spec.continual == "rescored" and request.scores is not None:
+        request.states = request.scores.states
     request.segment, request.scores = segment, None
     request.report = _compressed(request, extent, segment, cache.block)
 

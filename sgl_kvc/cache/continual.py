@@ -1,7 +1,8 @@
 """Compression that goes on while a request decodes (arXiv 2410.00161, eq. 20).
 
 The metric of a KV is its score from prefill plus the squared attention that every decode step
-since gave it (H2O: the attention itself); decode adds it up in ``pool.metric``.
+since gave it (H2O: the attention itself); decode adds it up in ``pool.metric``. For scorers that
+score anew what is held (R-KV) the metric is what the last queries before it paid, and nothing else.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from kvc_kernels.pages import page_ids
 
 from sgl_kvc.cache.base import PrefixCache
 from sgl_kvc.cache.request import Request
+from sgl_kvc.policy.base import HeldContext, scorer
 from sgl_kvc.policy.selection import Selection, select
 from sgl_kvc.pool.arena import ArenaKVPool
 from sgl_kvc.pool.segment import Segment
@@ -25,7 +27,8 @@ if TYPE_CHECKING:
 
 def tracked_power(spec: CompressionSpec) -> int:
     """The power of what decode's queries pay that counts when `spec` compresses again; 0: none."""
-    return {"attention": 1, "squared attention": 2}.get(spec.continual or "", 0)
+    powers = {"attention": 1, "squared attention": 2, "rescored": 1}
+    return powers.get(spec.continual or "", 0)
 
 
 def start_metric(
@@ -37,6 +40,8 @@ def start_metric(
 ) -> None:
     """Begin with the prompt's scores: of what was kept, and of what was scored behind it.
 
+    With scores made anew in decode, begin with nothing.
+
     Parameters
     ----------
     row_slots : integer [n], the request's row of ``req_to_token``.
@@ -44,6 +49,8 @@ def start_metric(
     assert request.scores is not None
     assert request.extent is not None
     scores, page, extent = request.scores.scores(), pool.page_size, request.extent
+    if request.spec.continual == "rescored":
+        scores = torch.zeros_like(scores)
     layers, heads, _ = scores.shape
     head = _owners(selection, page)
     kept = scores.flatten(0, 1)[head, selection.positions]
@@ -72,11 +79,13 @@ def recompress(cache: PrefixCache, req: Req) -> bool:
     assert segment is not None
     assert report is not None
     length = req.kv_committed_len
-    end = length // page * page
-    blocks = spec.blocks_for((end - segment.begin) // page, page)
-    held = end - segment.row_begin
-    if end - segment.end < max(page, spec.recompress_every) or blocks * page >= held:
+    if spec.continual == "rescored" and _is_first_due(request, page, length + spec.window):
+        with cache.behind_forward():
+            _forget_attention(cache, req, segment, length)
+    blocks = _blocks_due(request, page, length)
+    if blocks is None:
         return False
+    end = length // page * page
     report.note_peak(length - segment.row_begin + segment.begin)
     slots = cache.allocate(blocks * page)
     if slots is None:
@@ -88,6 +97,8 @@ def recompress(cache: PrefixCache, req: Req) -> bool:
         if spec.continual == "position":  # a head's pages stand in that order
             scores = torch.arange(pages[0].numel() * page, device=pages.device).float()
             scores = scores.view(1, -1, page).repeat(len(pages), 1, 1)
+        elif spec.continual == "rescored":
+            scores = _rescored(pool, request, pages, ~before, length).view(*pages.shape, page)
         else:
             scores = pool.metric.flatten(0, 2)[pages]
         scores.masked_fill_(before[..., None], -torch.inf)
@@ -110,11 +121,51 @@ def recompress(cache: PrefixCache, req: Req) -> bool:
             move(arena, source, offset, slots[::page] // page)
         new = Segment(segment.begin, end, slots, selection.pages, page, spec)
         cache.point_row(req, new)
+        if spec.continual == "rescored":
+            _forget_attention(cache, req, new, length)
     cache.token_to_kv_pool_allocator.free_segment(old, start_pos=segment.row_begin)
     req.cache_protected_len = new.row_begin
     request.segment = new
     report.recompressed = (report.recompressed or 0) + 1
     return True
+
+
+def _blocks_due(request: Request, page: int, length: int) -> int | None:
+    """Blocks to compress to at a `length`; None where it is too early or nothing would be freed."""
+    spec, segment = request.spec, request.segment
+    assert segment is not None
+    end = length // page * page
+    blocks = spec.blocks_for((end - segment.begin) // page, page)
+    early = end - segment.end < max(page, spec.recompress_every)
+    return None if early or blocks * page >= end - segment.row_begin else blocks
+
+
+def _is_first_due(request: Request, page: int, length: int) -> bool:
+    """Whether it is due at this length, and not before."""
+    due = (_blocks_due(request, page, each) is not None for each in (length - 1, length))
+    return tuple(due) == (False, True)
+
+
+def _forget_attention(cache: PrefixCache, req: Req, segment: Segment, length: int) -> None:
+    """Zero the metric of all that the request alone holds, up to a `length`."""
+    slots = cache.row_slots(req)[segment.row_begin : length : cache.page_size]
+    cache.pool.metric[slots.long() // cache.page_size] = 0
+
+
+def _rescored(
+    pool: ArenaKVPool, request: Request, pages: torch.Tensor, held: torch.Tensor, length: int
+) -> torch.Tensor:
+    """What the scorer's `rescore` says of the pages [L * H, C] that are `held`: [L * H, C * P]."""
+    spec, states = request.spec, request.states or [None] * pool.layer_num
+    rescore = scorer(spec).rescore
+    assert rescore is not None
+    heads, places = pool.head_num, held.repeat_interleave(pool.page_size, dim=1)
+    scores = []
+    for mine, there, state in zip(pages.split(heads), places.split(heads), states, strict=True):
+        keys, attention = pool.read_pages(mine), pool.metric.flatten(0, 2)[mine].flatten(1)
+        context = HeldContext(keys, there, attention, length, spec, pool.facts, state)
+        scores.append(rescore(context))
+    return torch.cat(scores)
 
 
 def _owners(selection: Selection, page_size: int) -> torch.Tensor:

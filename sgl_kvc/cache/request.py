@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from array import array
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from sgl_kvc.policy.base import ModelFacts
 from sgl_kvc.policy.scores import PromptScores
@@ -28,6 +28,8 @@ class Request:
     extent : what of the prompt is compressed, or why nothing is; set when it is first matched
         against the prefix cache, anew after a retraction.
     scores : of the prompt, while it is prefilled and until it is compressed.
+    states : what the scorer saw of the prompt, by layer, where it scores anew what is held in
+        decode; else None.
     segment : what was kept of it; None while it is uncompressed.
     report : what the response will tell; None before the prefill.
     block_digests : of every whole block of the prompt, chained, so that equal digests mean equal
@@ -40,6 +42,7 @@ class Request:
         self.row: int | None = None
         self.extent: Extent | None = None
         self.scores: PromptScores | None = None
+        self.states: list[Any] | None = None
         self.segment: Segment | None = None
         self.report: Report | None = None
         self.block_digests: list[Hashable] = []
@@ -106,7 +109,7 @@ class Request:
 
     def retract(self) -> None:
         """Forget everything that belongs to memory the request no longer holds."""
-        self.row = self.extent = self.scores = self.segment = None
+        self.row = self.extent = self.scores = self.states = self.segment = None
         self.block_digests = []
 
 

@@ -14,7 +14,9 @@ depends on how many KVs a head keeps (`kept`) and on which keys are the newest. 
 follow that are kept in any case. It leaves -inf where it is, no key is there.
 
 With ``CONTINUAL`` a scorer says how its scores go on while a request decodes (`spec.catalogue`).
-What ``score`` returns is then what attention in decode is added to.
+What ``score`` returns is then what attention in decode is added to, or, with "rescored", its file
+also holds ``rescore(held_context, **parameters) -> float32 [H, n]``, finite, which scores anew what
+the heads of a layer hold whenever keys are selected in decode.
 
 An apportioner's file holds ``apportion(context, **parameters) -> int64 [L, H]``, pages per head:
 at least 1, at most C, summing to ``context.total``. It may hold ``observe(layer_context,
@@ -81,6 +83,8 @@ class LayerContext:
     state : what ``observe`` returned for the chunk before; None for the first.
     lse : float32 [w, H*G], natural log-sum-exp of every query's logits, where the attention
         kernel has told it.
+    previous : for ``score``, what it returned for the layer before; None for the first.
+    scores : for an apportioner's ``observe``, what ``score`` returned for this layer.
     """
 
     layer: int
@@ -95,6 +99,8 @@ class LayerContext:
     facts: ModelFacts = ModelFacts()
     state: Any = None
     lse: torch.Tensor | None = None
+    previous: torch.Tensor | None = None
+    scores: torch.Tensor | None = None
 
     @property
     def forced(self) -> int:
@@ -110,6 +116,31 @@ class LayerContext:
     def causal_attention(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Attention itself, in blocks of queries (`kvc_kernels.score.causal_attention`)."""
         return causal_attention(self.queries, self.keys, self.scale, lse=self.lse)
+
+
+@dataclasses.dataclass(frozen=True)
+class HeldContext:
+    """What ``rescore`` sees of one layer of a request that decodes: n places of every head.
+
+    Attributes
+    ----------
+    keys : [H, n, D], rotated, those of a head in the order of their positions.
+    held : bool [H, n], where there is a key; heads hold different numbers, at the end.
+    attention : float32 [H, n], what the last ``spec.window`` decode queries (all since keys were
+        last selected, if there were fewer) paid each key, summed over them and their group.
+    length : tokens of the request so far, the position of the next query.
+    spec : the request's knob.
+    facts : about the model.
+    state : what ``observe`` returned at last for the prompt; None if nothing of it was scored.
+    """
+
+    keys: torch.Tensor
+    held: torch.Tensor
+    attention: torch.Tensor
+    length: int
+    spec: CompressionSpec
+    facts: ModelFacts = ModelFacts()
+    state: Any = None
 
 
 def forced_recent(recent: int, kept: int) -> int:
@@ -149,12 +180,13 @@ class Method:
     Attributes
     ----------
     run : its ``score`` or ``apportion``.
-    observe, lift : None if it has none.
+    observe, lift, rescore : None if it has none.
     """
 
     run: Callable[[Any], torch.Tensor]
     observe: Callable[[LayerContext], Any] | None
     lift: Callable[[torch.Tensor, int, int], None] | None
+    rescore: Callable[[HeldContext], torch.Tensor] | None = None
 
 
 def scorer(spec: CompressionSpec) -> Method:
@@ -171,9 +203,8 @@ def _method(family: str, name: str, function: str, spec: CompressionSpec) -> Met
     module = importlib.import_module(f"sgl_kvc.policy.{family}.{name.replace('-', '_')}")
     own = methods(family)[name].parameters
     parameters = {key: spec.parameters.get(key, p.default) for key, p in own.items()}
-    observe, lift = (getattr(module, key, None) for key in ("observe", "lift"))
+    others = (getattr(module, key, None) for key in ("observe", "lift", "rescore"))
     return Method(
         functools.partial(getattr(module, function), **parameters),
-        observe and functools.partial(observe, **parameters),
-        lift and functools.partial(lift, **parameters),
+        *(other and functools.partial(other, **parameters) for other in others),
     )

@@ -101,11 +101,13 @@ class PromptScores:
             self.states[layer] = self._observe(context)
         if done < self.extent.scored:
             return
+        previous = self._scores[layer - 1] if layer else None
         context = dataclasses.replace(
-            context, queries=window, lse=window_lse, state=self.states[layer]
+            context, queries=window, lse=window_lse, state=self.states[layer], previous=previous
         )
-        self._scores[layer] = self._scorer.run(context)
+        scores = self._scores[layer] = self._scorer.run(context)
         if self._apportioner.observe is not None:
+            context = dataclasses.replace(context, scores=scores)
             self._statistics[layer] = self._apportioner.observe(context)
         self._windows.pop(layer, None)
 

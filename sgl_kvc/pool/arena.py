@@ -123,6 +123,11 @@ class ArenaKVPool(MHATokenToKVPool):
         keys, values = (x.view(self.dtype) for x in found)
         return (keys.half(), values.half()) if self.dtype.itemsize == 1 else (keys, values)
 
+    def read_pages(self, pages: torch.Tensor) -> torch.Tensor:
+        """Keys of head pages, ids [R, C] in the flat view: [R, C * P, D]. fp8 as `read` has it."""
+        keys = self.arena_k.flatten(0, 2)[pages].view(self.dtype).flatten(1, 2)
+        return keys.half() if self.dtype.itemsize == 1 else keys
+
     # What assumes one contiguous [slots, H, D] buffer per layer would read the wrong bytes.
 
     def get_contiguous_buf_infos(self):

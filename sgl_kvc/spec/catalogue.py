@@ -15,10 +15,11 @@ it, because the gateway asks too and must not import torch. A method's file says
     CONTINUAL = "attention"              # compression can go on in decode (docs/design.md)
 
 For a scorer CONTINUAL is how its scores go on in decode: "attention", what decode's queries pay is
-added to what `score` returned (squared, but for a parameter `norm` of "l1"), or "position", the
-newest keys first and nothing is counted. For an apportioner it is True. Without it compression
-happens once, after prefill. The file describes each parameter in the docstring of its function,
-in numpydoc's form.
+added to what `score` returned (squared, but for a parameter `norm` of "l1"); "position", the
+newest keys first and nothing is counted; or "rescored", by its function `rescore`, from the keys
+that are held and what decode's last queries paid them. For an apportioner it is True. Without it
+compression happens once, after prefill. The file describes each parameter in the docstring of its
+function, in numpydoc's form.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from typing import Any
 
 FAMILIES = {"scorers": "score", "apportioners": "apportion"}
 #: What a method's file may say of compression in decode.
-CONTINUAL = {"scorers": (False, "attention", "position"), "apportioners": (False, True)}
+CONTINUAL = {"scorers": (False, "attention", "position", "rescored"), "apportioners": (False, True)}
 _CONSTANTS = ("SOURCE", "PARAMETERS", "NEEDS", "CONTINUAL")
 
 
@@ -76,8 +77,8 @@ class Method:
     all_queries : whether it looks at every query of the prompt, not at the last ones alone.
         Then no part of the prompt may come from the prefix cache.
     needs : the `base.ModelFacts` it cannot do without.
-    continual : whether its choice can be repeated in decode; of a scorer how, "attention" or
-        "position"; empty or False if not.
+    continual : whether its choice can be repeated in decode; of a scorer how, "attention",
+        "position" or "rescored"; empty or False if not.
     """
 
     family: str

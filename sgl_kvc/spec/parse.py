@@ -83,7 +83,7 @@ class CompressionSpec:
         """What KVs are chosen by when a request is compressed again in decode.
 
         "squared attention" or "attention", what decode's queries paid them, added to their scores;
-        "position", the newest; None if the policy cannot go on.
+        "position", the newest; "rescored", the scorer's `rescore`; None if the policy cannot go on.
         """
         kind = methods("scorers")[self.scorer].continual
         if not kind or not methods("apportioners")[self.apportioner].continual:

@@ -1,7 +1,9 @@
 """Policies by the names of their papers: a scorer, an apportioner and their parameters.
 
 Not among them is KVzip (arXiv 2505.23416): it scores by a second forward pass over the whole
-prompt, repeated, which does not fit into prefill.
+prompt, repeated, which does not fit into prefill. Nor is Task-KV (arXiv 2501.15113): some of its
+heads keep everything, however small the budget, and no code of its authors is public that says how
+those heads are completed and that a version within a budget could be held against.
 """
 
 from __future__ import annotations
@@ -135,6 +137,53 @@ PRESETS: dict[str, Preset] = {
     "lagkv": Preset(
         "lagkv", "uniform", "LagKV, arXiv 2504.04704",
         f"{_ONCE}; the paper part by part as the cache grows, also in decode.",
+    ),
+    # --- budgets of layers and heads together ---
+    "ada-pyramidkv": Preset(
+        "attention-window", "adaptive-pyramid", "Ada-PyramidKV, Ada-KV, arXiv 2407.11550",
+        f"{_WINDOW} A head's floor is given before heads compete; the authors' code mixes it in "
+        "after.",
+        {"window": 32, "norm": "l1"},
+    ),
+    "layer-defensivekv": Preset(
+        "defensive", "global", "Layer-DefensiveKV, DefensiveKV, arXiv 2510.13334",
+        f"{_WINDOW} The first stage's keys come before all others of the model; the authors' code "
+        "puts them level with the best of their layer.",
+    ),
+    "compresskv": Preset(
+        "compress-kv", "by-error", "CompressKV, arXiv 2508.02401",
+        "Which heads retrieve is RazorAttention's measure of KV heads, one a layer; the paper has "
+        "four query heads, by attention to needles. Layers' errors are those of the prompt's own "
+        "last queries; the paper measures them beforehand on LongBench.",
+    ),
+    # --- by attention to parts of the prompt, or by place ---
+    "windowkv": Preset(
+        "window-kv", "stepped-pyramid", "WindowKV, arXiv 2503.17922",
+        f"{_WINDOW} The request says whether half of a run's keys count (best 0.5) or all, with a "
+        "window of 16; the paper trains a classifier of tasks for it.",
+    ),
+    "kvcrush": Preset(
+        "kv-crush", "uniform", "KVCrush, arXiv 2503.00022",
+        f"{_WINDOW} {_ONCE}. A behaviour has one bit a KV head; every head chooses its "
+        "representatives among the keys that it would drop itself.",
+    ),
+    "lacache": Preset(
+        "la-cache", "uniform", "LaCache, arXiv 2507.14204",
+        f"{_ONCE}; the paper compacts again whenever the cache is full, also in decode. Keys keep "
+        "the rotation of their place in the text.",
+    ),
+    # --- made for long answers ---
+    "r-kv": Preset(
+        "r-kv", "uniform", "R-KV, arXiv 2505.24133",
+        "In decode the group's mean attention over all keys counts; in the paper its largest "
+        f"logits over the keys before the window, as here for the prompt. {_ASKED}; the paper "
+        "every 128 tokens.",
+        recent=8,
+    ),
+    "triattention": Preset(
+        "tri-attention", "uniform", "TriAttention, arXiv 2604.04921",
+        "The queries' centres are those of the prompt, also in decode; the paper's come from a "
+        f"calibration. The prompt is compressed too. {_ASKED}; the paper every 128 tokens.",
     ),
     # --- by what a head is for; the papers' 4,000 and 256 recent keys suit far longer prompts ---
     "razor-attention": Preset(

@@ -46,7 +46,8 @@ def test_budget(server):
 @pytest.mark.parametrize("policy", sorted(PRESETS))
 def test_presets(server, policy):
     report = server.generate(prompt(1000, seed=3), {"rate": 8, "policy": policy})["kv_compression"]
-    if "head_profile" in methods("apportioners")[PRESETS[policy].apportioner].needs:
+    needs = methods("scorers")[PRESETS[policy].scorer].needs
+    if "head_profile" in needs + methods("apportioners")[PRESETS[policy].apportioner].needs:
         assert "head profile" in report["skipped"]
         return
     kept = report["kept_per_head"]

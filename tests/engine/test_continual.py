@@ -78,3 +78,19 @@ def test_many_at_once(server):
         if knob and "budget" in knob:
             assert answer["kv_compression"]["decode"]["recompressed"] >= 6
     assert_no_leak(server)
+
+
+@pytest.mark.parametrize("policy", ["r-kv", "triattention"])
+def test_scores_made_anew(server, policy):
+    """By policies that look at the keys again; what they keep is what is decoded from."""
+    ids, knob = prompt(300, seed=5), {"policy": policy, "budget": 64, "recompress_every": 32}
+    answer = server.generate(ids, knob, max_new_tokens=400, ignore_eos=True)
+    report = answer["kv_compression"]
+    assert report["skipped"] is None
+    assert report["decode"]["recompressed"] >= 400 // 48
+    assert 64 < report["decode"]["kept_per_head_peak"] <= 64 + 32 + 2 * BLOCK
+    again = server.generate(ids, knob, max_new_tokens=400, ignore_eos=True)
+    assert again["output_ids"] == answer["output_ids"]
+    once = server.generate(ids, knob | {"recompress_every": 0}, max_new_tokens=400, ignore_eos=True)
+    assert once["output_ids"] != answer["output_ids"]
+    assert_no_leak(server)

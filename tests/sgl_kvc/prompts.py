@@ -43,6 +43,7 @@ def prompt(n: int = 40, heads: int = 3, group: int = 2, neox: bool = True) -> Pr
         output_projection=[torch.randn(HIDDEN, heads * group * DIM) for _ in range(LAYERS)],
         special_tokens=torch.tensor([0]),
         punctuation=torch.tensor([1]),
+        head_profile=torch.rand(LAYERS, heads),
     )
     return Prompt(
         2 * torch.randn(n, heads * group, DIM),

@@ -254,4 +254,6 @@ def test_nothing_waits_for_the_device(name):
         assert counts.shape == (4, 3)
         if method.observe is not None:
             seen = _layer(torch.rand(4, 6, 8), torch.rand(20, 3, 8), 0.3)
+            facts = ModelFacts(output_projection=[torch.rand(5, 48)])
+            seen = replace(seen, scores=torch.rand(3, 20), facts=facts)
             assert method.observe(seen).dtype == torch.float32

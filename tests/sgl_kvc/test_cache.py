@@ -43,6 +43,8 @@ KNOBS = [
     {"budget": 4, "recompress_every": 4, "prefix_tokens": 90, "question_tokens": 3},
     {"budget": 12, "recompress_every": 5, "policy": "h2o", "recent": 2},
     {"rate": 3, "recompress_every": 4, "policy": "streaming-llm"},
+    {"budget": 12, "recompress_every": 6, "policy": "r-kv", "window": 3},
+    {"rate": 3, "recompress_every": 4, "policy": "r-kv", "prefix_tokens": 9, "question_tokens": 4},
 ]
 
 

@@ -107,8 +107,8 @@ def test_an_apportioner(written):
 @pytest.mark.parametrize(
     ("family", "said", "known"),
     [
-        ("scorers", "True", "'attention', 'position'"),
-        ("scorers", "'attentoin'", "'attention', 'position'"),
+        ("scorers", "True", "'attention', 'position', 'rescored'"),
+        ("scorers", "'attentoin'", "'attention', 'position', 'rescored'"),
         ("apportioners", "'attention'", "True"),
     ],
 )

@@ -120,7 +120,8 @@ def test_where_the_loss_begins():
 
 
 @pytest.mark.parametrize(
-    ("policy", "power"), [("kv-compress", 2), ("h2o", 1), ("streaming-llm", 0), ("tova", 0)]
+    ("policy", "power"),
+    [("kv-compress", 2), ("h2o", 1), ("r-kv", 1), ("streaming-llm", 0), ("tova", 0)],
 )
 def test_which_power_of_attention_counts(policy, power):
     assert tracked_power(parse({"rate": 4, "policy": policy})) == power

@@ -14,7 +14,9 @@ How ours are asked to be theirs, where defaults differ:
 * AdaKV rounds the floor down and ours up; here it is whole.
 
 kvpress has no KV-Compress, Scissorhands, Keyformer, CAKE, DefensiveKV or FastGen: those are
-tested against slow references in test_scorers.py and test_attention_scorers.py.
+tested against slow references in test_scorers.py and test_attention_scorers.py. Nor has it R-KV,
+CompressKV, WindowKV, KVCrush, LaCache, TriAttention or Ada-KV on PyramidKV: test_paper_scorers.py,
+test_paper_apportioners.py.
 """
 
 from __future__ import annotations

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-import pytest
+import dataclasses
 
+import pytest
+import torch
+
+from sgl_kvc.cache import continual
 from sgl_kvc.cache.request import Request
-from tests.sgl_kvc.lives import PAGE
+from sgl_kvc.policy.base import HeldContext, ModelFacts
+from tests.sgl_kvc.lives import HEADS, LAYERS, PAGE, kv, tokens_of
 from tests.sgl_kvc.test_cache import Lives, server_args  # noqa: F401
 
 
@@ -69,3 +74,85 @@ def test_a_context_that_was_not_worth_compressing_stays_whole(lives, other_ends)
     lives.accounting()
     lives.contents()
     lives.teardown()
+
+
+# --- scores made anew --------------------------------------------------------------------------
+
+
+class Rescored:
+    """A scorer's `rescore` that notes what it is given and prefers the keys it is told to."""
+
+    def __init__(self, monkeypatch):
+        self.seen: list[HeldContext] = []
+        method = continual.scorer
+        monkeypatch.setattr(
+            continual, "scorer", lambda spec: dataclasses.replace(method(spec), rescore=self)
+        )
+
+    def __call__(self, context: HeldContext) -> torch.Tensor:
+        self.seen.append(context)
+        n = context.held.shape[1]
+        return (torch.arange(n) % 3 == 0).float().expand(context.held.shape)
+
+
+GOES_ON = {"policy": "r-kv", "budget": 16, "min_tokens": 0, "sinks": 0, "recent": 0, "window": 3}
+
+
+def test_a_scorer_sees_the_keys_that_are_held_and_what_it_says_is_kept(lives, monkeypatch):
+    rescored = Rescored(monkeypatch)
+    lives.start(0, 60, 0, GOES_ON | {"recompress_every": 9}, 0, keep=True)
+    req = lives.world.live[0]
+    lives.decode(steps=12)  # 12 tokens are whole blocks, more than 9
+    before, length = lives.positions(req), req.kv_committed_len
+    assert not rescored.seen
+    lives.decode(steps=1)
+    assert len(rescored.seen) == LAYERS
+    after, expected = lives.positions(req), kv(tokens_of(req)[:length])
+    for layer, context in enumerate(rescored.seen):
+        assert context.length == length
+        for head in range(HEADS):
+            mine = [p for p in before[layer * HEADS + head] if p < length // PAGE * PAGE]
+            there = context.held[head]
+            assert int(there.sum()) == len(mine)
+            assert torch.equal(context.keys[head][there], expected[mine, layer, head])
+            places = there.nonzero().flatten().tolist()
+            wanted = [p for place, p in zip(places, mine, strict=True) if place % 3 == 0]
+            kept = [p for p in after[layer * HEADS + head] if p < length // PAGE * PAGE]
+            assert len(kept) == 16
+            assert set(wanted[:16]) <= set(kept)
+
+
+@pytest.mark.parametrize("every", [9, 30])
+def test_only_what_the_last_queries_paid_counts(lives, monkeypatch, every):
+    """Every step pays up to a tenth; 3 queries are looked at."""
+    rescored = Rescored(monkeypatch)
+    lives.start(0, 60, 0, GOES_ON | {"recompress_every": every}, 0, keep=True)
+    lives.decode(steps=40)
+    assert len(rescored.seen) >= LAYERS
+    for context in rescored.seen:
+        paid = context.attention[context.held]
+        assert 0.2 < float(paid.max()) <= 0.3
+        assert (paid > 0).float().mean() > 0.9
+
+
+def test_where_it_is_due_sooner_than_the_window_is_long_all_counts(lives, monkeypatch):
+    rescored = Rescored(monkeypatch)
+    knob = GOES_ON | {"window": 50, "recompress_every": 4}
+    lives.start(0, 60, 0, knob, 0, keep=True)
+    lives.decode(steps=13)
+    assert len(rescored.seen) == 3 * LAYERS
+    for context in rescored.seen:
+        assert float(context.attention[context.held].max()) <= 0.4
+
+
+def test_what_was_seen_of_the_prompt_is_there_in_decode(lives, monkeypatch):
+    rescored = Rescored(monkeypatch)
+    angles = torch.outer(torch.arange(128), torch.tensor([1.0, 0.01]))
+    lives.world.pool.facts = ModelFacts(cos_sin=torch.cat((angles.cos(), angles.sin()), -1))
+    knob = GOES_ON | {"policy": "triattention", "recompress_every": 4}
+    knob.pop("window")
+    lives.start(0, 60, 0, knob, 0, keep=True)
+    lives.decode(steps=6)
+    assert [context.state.count for context in rescored.seen] == [60] * LAYERS
+    Request.of(lives.world.live[0]).retract()
+    assert Request.of(lives.world.live[0]).states is None

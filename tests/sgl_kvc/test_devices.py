@@ -139,8 +139,10 @@ def rows(gpu) -> SimpleNamespace:
     return SimpleNamespace(size=2, device="cuda", req_to_token=table)
 
 
-def test_compression_and_compressing_again(pool, rows):
+@pytest.mark.parametrize("policy", ["kv-compress", "r-kv", "triattention"])
+def test_compression_and_compressing_again(pool, rows, policy):
     pool.bind(rows)
+    pool.facts = facts()
     allocator = TorchPagedAllocator(60 * PAGE, PAGE, torch.bfloat16, "cuda", pool, need_sort=False)
     cache = CompressingRadixCache(
         CacheInitParams(
@@ -150,7 +152,8 @@ def test_compression_and_compressing_again(pool, rows):
             page_size=PAGE,
         )
     )
-    request = prefilled({"budget": 64, "recompress_every": 16}, facts(), chunks=BOTH)
+    knob = {"budget": 64, "recompress_every": 16, "policy": policy}
+    request = prefilled(knob, pool.facts, chunks=BOTH)
     request.report = Report.uncompressed(N, cache.block)
     req = SimpleNamespace(
         kvc=request, req_pool_idx=ROW, kv_committed_len=N, last_node=cache.root_node

@@ -83,6 +83,7 @@ def test_apportioners(name, data):
     statistics = None
     if method.observe is not None:
         layers = [_context(40, spec, layer) for layer in range(LAYERS)]
+        layers = [replace(layer, scores=_score(layer)) for layer in layers]
         statistics = torch.stack([method.observe(layer) for layer in layers])
     context = PagesContext(page_scores, blocks * LAYERS * HEADS, 16, statistics, _facts())
     counts = method.run(context)
@@ -121,7 +122,8 @@ def test_selection_keeps_the_protected(preset, blocks):
     scores = torch.stack([_score(context) for context in contexts])
     statistics = None
     if apportioner(spec).observe is not None:
-        statistics = torch.stack([apportioner(spec).observe(context) for context in contexts])
+        scored = [replace(context, scores=_score(context)) for context in contexts]
+        statistics = torch.stack([apportioner(spec).observe(context) for context in scored])
     chosen = select(scores, spec, blocks, page, statistics=statistics, facts=_facts())
     assert int(chosen.pages.sum()) == blocks * LAYERS * HEADS
     for kept in chosen.positions.split((chosen.pages * page).tolist()):

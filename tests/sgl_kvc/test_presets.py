@@ -50,6 +50,7 @@ def test_the_presets_of_kv_compress_are_the_papers():
         ({"policy": "h2o", "norm": "l2"}, "squared attention"),
         ({"policy": "streaming-llm"}, "position"),
         ({"scorer": "recency", "apportioner": "global"}, "position"),
+        ({"policy": "r-kv"}, "rescored"),
         ({"policy": "ada-kv"}, None),
         ({"policy": "tova"}, None),
     ],

@@ -125,6 +125,11 @@ def test_what_a_scorer_is_told(drawn, monkeypatch):
         assert context.kept == scores.extent.segment_blocks * PAGE == 20
         assert context.facts is facts
         assert context.state is None
+    assert [context.scores for context in seen.scored] == [None] * LAYERS
+    told = [context.previous for context in seen.scored]
+    assert told[0] is None
+    assert [int(previous[0, 0]) for previous in told[1:]] == [0, 100]
+    assert [int(context.scores[0, 0]) for context in seen.weighed] == [0, 100, 200]
     assert scores.complete
     assert scores.scores().shape == (LAYERS, HEADS, N)
     assert scores.scores().dtype == torch.float32

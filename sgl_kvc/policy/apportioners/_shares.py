@@ -1,4 +1,4 @@
-"""What several apportioners need: pages split by weights, and how many are protected."""
+"""What several apportioners need: pages split by weights or won, and how many are protected."""
 
 from __future__ import annotations
 
@@ -53,6 +53,24 @@ def split(
     place = torch.empty_like(order)
     place[order] = torch.arange(len(order), device=order.device)
     return (whole + (place < total - whole.sum())).long()
+
+
+def compete(context: PagesContext, per_head: torch.Tensor, floor: float) -> torch.Tensor:
+    """Pages of heads that compete within their layer: int64 [L, H].
+
+    Parameters
+    ----------
+    per_head : int64 [L], pages a head of each layer gets on average, at least 1.
+    floor : share of it that every head gets before the others are competed for.
+    """
+    _, heads, pages = context.page_scores.shape
+    safe = (floor * per_head.double() - 1e-9).ceil().long().clamp(min=1)
+    nth = torch.arange(pages, device=safe.device)
+    contested = context.page_scores.masked_fill(nth < safe[:, None, None], -torch.inf)
+    best_first = contested.flatten(1).sort(descending=True, stable=True).indices // pages
+    place = torch.arange(heads * pages, device=safe.device)
+    won = (place < (heads * (per_head - safe))[:, None]).long()
+    return torch.zeros_like(won[:, :heads]).scatter_add_(1, best_first, won) + safe[:, None]
 
 
 def protected_pages(context: PagesContext) -> torch.Tensor:

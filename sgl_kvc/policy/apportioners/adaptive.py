@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 
+from sgl_kvc.policy.apportioners._shares import compete
 from sgl_kvc.policy.base import PagesContext
 
 SOURCE = "Ada-KV, arXiv 2407.11550, algorithm 1, with its safeguard alpha (here `floor`)"
@@ -25,12 +24,6 @@ def apportion(context: PagesContext, floor: float) -> torch.Tensor:
     ----------
     floor : share of the mean that every head keeps; 1 is uniform
     """
-    layers, heads, pages = context.page_scores.shape
+    layers, heads, _ = context.page_scores.shape
     mean = context.total // (layers * heads)
-    safe = max(1, math.ceil(floor * mean - 1e-9))
-    counts = torch.full((layers, heads), safe, device=context.page_scores.device)
-    if safe == mean:
-        return counts
-    contested = context.page_scores[:, :, safe:].flatten(1)
-    winners = contested.topk(heads * (mean - safe)).indices // (pages - safe)
-    return counts.scatter_add_(1, winners, torch.ones_like(winners))
+    return compete(context, torch.full((layers,), mean, device=context.page_scores.device), floor)

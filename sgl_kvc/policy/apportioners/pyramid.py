@@ -24,13 +24,27 @@ def apportion(context: PagesContext, beta: int) -> torch.Tensor:
     ----------
     beta : the last layer keeps 1 / beta of the mean; 1 is uniform
     """
+    heads = context.page_scores.shape[1]
+    return layer_pages(context, beta)[:, None].repeat(1, heads)
+
+
+def layer_pages(context: PagesContext, beta: int) -> torch.Tensor:
+    """int64 [L], pages of each head of a layer."""
     layers, heads, pages = context.page_scores.shape
     mean = context.total // (layers * heads)
-    last = max(1.0, mean / beta)
+    falling = slope(mean, pages, mean / beta, layers, context.page_scores.device)
+    return split(mean * layers, falling, 1, pages)
+
+
+def slope(
+    mean: int, pages: int, last: float, steps: int, device: torch.device
+) -> torch.Tensor:
+    """float64 [steps], falling to `last`, at least 1, so that their mean is `mean`.
+
+    The first is at most `pages`; the last is then more.
+    """
+    last = max(1.0, last)
     first = 2 * mean - last
     if first > pages:
         first, last = pages, 2 * mean - pages
-    slope = torch.linspace(
-        first, last, layers, dtype=torch.float64, device=context.page_scores.device
-    )
-    return split(mean * layers, slope, 1, pages)[:, None].repeat(1, heads)
+    return torch.linspace(first, last, steps, dtype=torch.float64, device=device)

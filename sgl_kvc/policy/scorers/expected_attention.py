@@ -8,6 +8,7 @@ import torch
 from kvc_kernels.score import block_elements
 
 from sgl_kvc.policy.base import LayerContext
+from sgl_kvc.policy.scorers._rotation import angles, rotate
 
 SOURCE = "Expected Attention, arXiv 2510.00636: exp(mean k / sqrt(D) + k cov k / 2D), times |v|"
 NEEDS = ("cos_sin",)
@@ -46,9 +47,9 @@ def observe(
     queries = context.queries[new - (n - first) :].float()
     if not len(queries):
         return earlier
-    cos, sin = _angles(context, torch.arange(first, n))
+    cos, sin = angles(context.facts, torch.arange(first, n), queries.device)
     length = cos**2 + sin**2  # not 1 where a long-context variant scales the rotation
-    queries = _rotate(queries.transpose(0, 1), cos / length, -sin / length, context.facts.neox)
+    queries = rotate(queries.transpose(0, 1), cos / length, -sin / length, context.facts.neox)
     mean = queries.mean(dim=1)
     centred = queries - mean[:, None]
     count = earlier.count + len(cos)
@@ -98,35 +99,14 @@ def _future(context: LayerContext, future: int) -> tuple[torch.Tensor, torch.Ten
     n = context.keys.shape[0]
     known = context.facts.cos_sin.shape[0]
     first = min(n, known - 1)
-    cos, sin = _angles(context, torch.arange(first, min(first + future, known)))
+    ahead = torch.arange(first, min(first + future, known))
+    cos, sin = angles(context.facts, ahead, context.keys.device)
     cos, sin, neox = cos.mean(dim=0), sin.mean(dim=0), context.facts.neox
     seen = context.state
     spread = seen.scatter / max(seen.count, 1)
     for _ in range(2):  # rotate columns, then rows
-        spread = _rotate(spread, cos, sin, neox).transpose(1, 2)
-    return _rotate(seen.mean, cos, sin, neox), spread
-
-
-def _angles(context: LayerContext, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines [len(positions), R/2]."""
-    table = context.facts.cos_sin
-    assert table is not None
-    angles = table[positions.to(table.device)].to(context.keys.device).float()
-    cos, sin = angles.chunk(2, dim=-1)
-    return cos, sin
-
-
-def _rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, neox: bool) -> torch.Tensor:
-    """Rotate the first R of D dims of [..., D] by cosines and sines [..., R/2]."""
-    rotated = 2 * cos.shape[-1]
-    turned, rest = states[..., :rotated], states[..., rotated:]
-    if neox:
-        a, b = turned.chunk(2, dim=-1)
-        turned = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
-    else:
-        a, b = turned[..., ::2], turned[..., 1::2]
-        turned = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
-    return torch.cat([turned, rest], dim=-1)
+        spread = rotate(spread, cos, sin, neox).transpose(1, 2)
+    return rotate(seen.mean, cos, sin, neox), spread
 
 
 def _nothing(queries: torch.Tensor) -> Statistics:
