@@ -8,6 +8,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 
+from kvc_server.embedded import add_option
 from kvc_server.plan import PlanError
 from kvc_server.settings import SettingsError
 from sgl_kvc import __version__
@@ -99,6 +100,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model-path", metavar="MODEL",
         help="folder or Hugging Face id (default: the embedded recall model)")  # fmt: skip
+    add_option(parser, "which of the models that come with us")
     add("--worker-url", metavar="URL", help="use this worker or router; start none")
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
