@@ -15,7 +15,8 @@ from kvc_eval.cli import LIBRARIES
 
 ROOT = Path(__file__).parents[1]
 OURS = (
-    "kvc_kernels", "kvc_recall", "kvc_smollm2", "sgl_kvc", "kvc_server", "kvc_eval", "bench", "tests",
+    "kvc_kernels", "kvc_recall", "kvc_smollm2", "sgl_kvc", "kvc_server", "kvc_eval", "bench",
+    "tests",
 )  # fmt: skip
 #: From the top down; what stands in one line may import each other.
 LAYERS = (
