@@ -15,7 +15,9 @@ def convert(gguf: Path, folder: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
+    print("  tokenizer ...", flush=True)
     AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
+    print("  weights ...", flush=True)
     AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32).save_pretrained(folder)
 
 

