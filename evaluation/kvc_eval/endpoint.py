@@ -75,6 +75,7 @@ class Endpoint:
         self.url = url.rstrip("/").removesuffix("/v1")
         self.model = model or ""
         self.compresses = False
+        self._tokenizes = True
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._client = httpx.AsyncClient(
             base_url=self.url,
@@ -134,16 +135,23 @@ class Endpoint:
     async def token_ids(self, messages: list[dict[str, str]]) -> list[int]:
         """A chat as the model sees it; what the assistant says last is not ended.
 
-        Only of endpoints that compress. Raises RequestFailed.
+        Only of endpoints that compress. SGLang's ``/v1/tokenize`` fails for a tokenizer that has
+        no longest text; then a chat completion tells. Raises RequestFailed.
         """
-        body = {
-            "model": self.model,
-            "messages": messages,
-            "continue_final_message": messages[-1]["role"] == "assistant",
-        }
-        answer = await self._request("POST", _TOKENIZE, body)
-        with expected(_TOKENIZE):
-            return list(answer["tokens"])
+        more = {"continue_final_message": messages[-1]["role"] == "assistant"}
+        if self._tokenizes:
+            try:
+                body = {"model": self.model, "messages": messages}
+                answer = await self._request("POST", _TOKENIZE, body | more)
+            except RequestFailed:
+                self._tokenizes = False
+            else:
+                with expected(_TOKENIZE):
+                    return list(answer["tokens"])
+        more |= {"return_prompt_token_ids": True, CUSTOM_PARAM: {"rate": 1}}
+        answer = await self._request("POST", _CHAT, self._chat(messages, 1) | more)
+        with expected(_CHAT):
+            return list(answer["choices"][0]["prompt_token_ids"])
 
     async def head(self) -> list[int]:
         """The tokens of a short chat: what comes before every user message, and a little more."""

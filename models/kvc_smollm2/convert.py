@@ -16,9 +16,15 @@ def convert(gguf: Path, folder: Path) -> None:
 
     source = {"pretrained_model_name_or_path": gguf.parent, "gguf_file": gguf.name}
     print("  tokenizer ...", flush=True)
-    AutoTokenizer.from_pretrained(**source).save_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(**source)
     print("  weights ...", flush=True)
-    AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32).save_pretrained(folder)
+    model = AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
+    # GGUF does not tell the tokenizer; its own default is more than JSON's integers hold, and a
+    # wrong token.
+    tokenizer.model_max_length = model.config.max_position_embeddings
+    tokenizer.eos_token = tokenizer.convert_ids_to_tokens(model.config.eos_token_id)
+    tokenizer.save_pretrained(folder)
+    model.save_pretrained(folder)
 
 
 if __name__ == "__main__":

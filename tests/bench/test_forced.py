@@ -75,3 +75,17 @@ def test_the_engines_likelihoods_are_the_masked_models(
         assert all(answer.tokens_right == 1 for answer in seen)
     else:
         assert any(0 < answer.tokens_right < 1 for answer in seen), "a weak test"
+
+
+def test_a_chat_completion_tells_the_tokens_where_tokenize_fails(gateway: Gateway) -> None:
+    async def both() -> list[list[int]]:
+        chat = spoken("copy32", 1).answered("the code")
+        async with Endpoint(gateway.url, None, None, 300) as endpoint:
+            await endpoint.probe()
+            told = [await endpoint.token_ids(chat)]
+            endpoint._tokenizes = False
+            return [*told, await endpoint.token_ids(chat)]
+
+    one, other = asyncio.run(both())
+    assert one == other
+    assert len(one) > 500

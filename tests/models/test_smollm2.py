@@ -18,6 +18,10 @@ from kvc_smollm2.fetch import FetchFailed, model_path
 CONVERTER = """
 import os, pathlib, time
 class AutoTokenizer:
+    class config:
+        max_position_embeddings, eos_token_id = 8, 2
+    def convert_ids_to_tokens(number):
+        return str(number)
     def from_pretrained(pretrained_model_name_or_path, gguf_file, dtype=None):
         return AutoTokenizer
     def save_pretrained(folder):
