@@ -138,7 +138,7 @@ class Endpoint:
         Only of endpoints that compress. SGLang's ``/v1/tokenize`` fails for a tokenizer that has
         no longest text; then a chat completion tells. Raises RequestFailed.
         """
-        more = {"continue_final_message": messages[-1]["role"] == "assistant"}
+        more: dict[str, Any] = {"continue_final_message": messages[-1]["role"] == "assistant"}
         if self._tokenizes:
             try:
                 body = {"model": self.model, "messages": messages}
