@@ -58,7 +58,7 @@ eval: install  ## every policy, rates 2 to 64, questions inside and after: bench
 
 eval-lm: install  ## the same on SmolLM2, in natural text: bench/results/quality/smollm2
 	$(BIN)/sgl-kvc eval --embedded smollm2 --servers 2 --out build/eval-lm --length 1024 \
-		--question inside after --rates 2 4 8 16 --n 32
+		--question inside after --rates 2 4 8 16 --n 40
 	mkdir -p bench/results/quality/smollm2
 	cp build/eval-lm/report.md build/eval-lm/results.json build/eval-lm/*.png \
 		bench/results/quality/smollm2/

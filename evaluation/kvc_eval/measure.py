@@ -18,6 +18,7 @@ from kvc_eval.grid import AFTER, OFF, Cell, Grid
 from kvc_eval.sample import Sample, Suite
 from kvc_eval.store import Record, Store
 
+_TURN_TOKENS = 32  # at most, of what a chat template puts around a question and its answer
 BATCHES = 3  # so that the engine has work while answers are on their way
 
 
@@ -135,9 +136,11 @@ async def _count_questions(endpoint: Endpoint, samples: dict[int, Sample]) -> No
     the document's last tokens but never sees a token of the question.
     """
     unknown = [i for i, sample in samples.items() if sample.question_tokens is None]
-    counts = await asyncio.gather(*(endpoint.count_tokens(samples[i].question) for i in unknown))
+    said = [samples[i].text.removeprefix(samples[i].document) for i in unknown]
+    counts = await asyncio.gather(*map(endpoint.count_tokens, said))
     for i, count in zip(unknown, counts, strict=True):
-        samples[i] = dataclasses.replace(samples[i], question_tokens=count + 1)
+        tokens = count + 1 + _TURN_TOKENS * len(samples[i].turns)
+        samples[i] = dataclasses.replace(samples[i], question_tokens=tokens)
 
 
 async def _ask_all(
