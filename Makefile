@@ -8,7 +8,7 @@ READY := .venv/.ready
 # The tests compare with it. It asks for an older transformers than SGLang's, and works without.
 KVPRESS := kvpress==0.5.5
 
-.PHONY: install serve demo test lint mutants bench quality eval recall lock clean
+.PHONY: install serve lm demo test lint mutants bench quality eval eval-lm recall lock clean
 
 install: $(READY)  ## set-up only
 
@@ -21,6 +21,9 @@ $(READY): requirements.lock pyproject.toml
 
 serve: install  ## gateway and SGLang on the embedded model, port 8000
 	$(BIN)/sgl-kvc serve --port $(PORT)
+
+lm: install  ## the same on SmolLM2-135M-Instruct, which is fetched first
+	$(BIN)/sgl-kvc serve --embedded smollm2 --port $(PORT)
 
 demo: install  ## one question at rates 1 to 32, in a table
 	$(BIN)/sgl-kvc demo
@@ -47,11 +50,18 @@ quality: install  ## accuracy of the embedded model at 1,024 tokens: docs/qualit
 	cp build/quality/accuracy-1024-inside.png docs/
 	cp build/quality/results.json bench/results/quality.json
 
-eval: install  ## every policy, rates 2 to 64, questions inside and after: bench/results/quality
+eval: install  ## every policy, rates 2 to 64, questions inside and after: bench/results/quality/recall
 	$(BIN)/sgl-kvc eval --embedded --servers 2 --out build/eval --length 1024 2048 \
 		--question inside after
-	mkdir -p bench/results/quality
-	cp build/eval/report.md build/eval/results.json build/eval/*.png bench/results/quality/
+	mkdir -p bench/results/quality/recall
+	cp build/eval/report.md build/eval/results.json build/eval/*.png bench/results/quality/recall/
+
+eval-lm: install  ## the same on SmolLM2, in natural text: bench/results/quality/smollm2
+	$(BIN)/sgl-kvc eval --embedded smollm2 --servers 2 --out build/eval-lm --length 1024 \
+		--question inside after --rates 2 4 8 16 --n 40
+	mkdir -p bench/results/quality/smollm2
+	cp build/eval-lm/report.md build/eval-lm/results.json build/eval-lm/*.png \
+		bench/results/quality/smollm2/
 
 recall: install  ## train the embedded model again, into build/recall
 	$(BIN)/python -m kvc_recall.train --out build/recall

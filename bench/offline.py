@@ -63,10 +63,33 @@ class MaskedModel:
     @torch.inference_mode()
     def generate(self, tokens: list[int], spec: CompressionSpec, most: int) -> list[int]:
         """Up to `most` tokens, the end of sequence included."""
+        logits, cache = self._compressed(tokens, spec)
+        out = [int(logits[-1].argmax())]
+        while len(out) < most and out[-1] != self.config.eos_token_id:
+            logits = self.model(torch.tensor([out[-1:]]), past_key_values=cache).logits[0]
+            out.append(int(logits[-1].argmax()))
+        return out
+
+    @torch.inference_mode()
+    def force(self, tokens: list[int], spec: CompressionSpec, answer: int) -> torch.Tensor:
+        """Log-likelihoods [answer, vocabulary] at each of the last `answer` of `tokens`.
+
+        These have to be read after compression: the spec's ``question_tokens`` covers them.
+        """
+        logits, _ = self._compressed(tokens, spec)
+        return logits[-answer - 1 : -1].log_softmax(-1)
+
+    def _compressed(
+        self, tokens: list[int], spec: CompressionSpec
+    ) -> tuple[torch.Tensor, DynamicCache]:
+        """Read a prompt: the logits of what is read last, and the cache; what is lost is hidden."""
         layers, page = self.config.num_hidden_layers, self.page_size
         extent = Extent.of(spec, len(tokens), page)
+        self._scores = self._hidden = None
+        cache = DynamicCache()
+        if not extent.compressed:
+            return self.model(torch.tensor([tokens]), past_key_values=cache).logits[0], cache
         scores = self._scores = PromptScores(spec, extent, tokens, page, layers, self.facts)
-        self._hidden, cache = None, DynamicCache()
         logits = self.model(torch.tensor([tokens[: extent.scored]]), past_key_values=cache).logits
         self._scores = None
         chosen = scores.select()
@@ -79,11 +102,7 @@ class MaskedModel:
         if extent.scored < len(tokens):
             rest = torch.tensor([tokens[extent.scored :]])
             logits = self.model(rest, past_key_values=cache).logits
-        out = [int(logits[0, -1].argmax())]
-        while len(out) < most and out[-1] != self.config.eos_token_id:
-            logits = self.model(torch.tensor([out[-1:]]), past_key_values=cache).logits
-            out.append(int(logits[0, -1].argmax()))
-        return out
+        return logits[0], cache
 
     @torch.inference_mode()
     def _read_facts(self, folder: Path) -> ModelFacts:

@@ -14,7 +14,10 @@ import pytest
 from kvc_eval.cli import LIBRARIES
 
 ROOT = Path(__file__).parents[1]
-OURS = ("kvc_kernels", "kvc_recall", "sgl_kvc", "kvc_server", "kvc_eval", "bench", "tests")
+OURS = (
+    "kvc_kernels", "kvc_recall", "kvc_smollm2", "sgl_kvc", "kvc_server", "kvc_eval", "bench",
+    "tests",
+)  # fmt: skip
 #: From the top down; what stands in one line may import each other.
 LAYERS = (
     ("tests",),
@@ -30,15 +33,17 @@ LAYERS = (
     ("sgl_kvc.spec",),
     ("kvc_kernels",),
     ("kvc_recall",),
+    ("kvc_smollm2",),
 )
 #: What a package may import of ours besides itself, if not all that stands below it. Of
 #: `sgl_kvc` that is the package alone, for its version.
 ONLY = {
     "kvc_recall": (),
+    "kvc_smollm2": (),
     "kvc_kernels": (),
     "sgl_kvc.spec": (),
     "sgl_kvc": ("kvc_kernels",),
-    "kvc_server": ("sgl_kvc", "sgl_kvc.spec", "kvc_recall"),
+    "kvc_server": ("sgl_kvc", "sgl_kvc.spec", "kvc_recall", "kvc_smollm2"),
     "kvc_eval": ("kvc_server", "sgl_kvc.spec", "kvc_recall"),
 }
 ENGINE = ("torch", "sglang", "triton", "transformers")
@@ -49,6 +54,7 @@ NEVER = {
     "kvc_eval": ENGINE,
     "kvc_kernels": ("sglang", "transformers"),
     "kvc_recall": ("sglang", "triton"),
+    "kvc_smollm2.fetch": ENGINE,
 }
 MOST_LINES = 300
 

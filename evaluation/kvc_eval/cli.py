@@ -11,6 +11,7 @@ import importlib.util
 import os
 from pathlib import Path
 
+from kvc_server.embedded import RECALL, SMOLLM2, add_option
 from kvc_server.settings import SettingsError
 
 from kvc_eval.grid import INSIDE, QUESTIONS, RATES
@@ -20,7 +21,8 @@ from sgl_kvc.spec import SpecError, parse_rate
 #: What `pip install "sgl-kvc[eval]"` brings, by the names they are imported by.
 LIBRARIES = ("matplotlib", "rapidfuzz", "rouge_score", "scipy", "wonderwords")
 METRICS = ("accuracy", "edit_similarity", "f1", "numbers", "rouge_l")
-DEFAULT_LENGTH = {"recall": 1024, "ruler": 4096, "longbench": 0}
+DEFAULT_LENGTH = {"recall": 1024, "ruler": 4096, "text": 1024, "longbench": 0}
+DEFAULT_SUITE = {RECALL: "recall", SMOLLM2: "text"}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -28,8 +30,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--url", nargs="+",
         help="an OpenAI-compatible server, or several that serve the same")  # fmt: skip
-    add("--embedded", action="store_true",
-        help="start a server on the embedded model; arguments after -- go to SGLang")  # fmt: skip
+    add_option(parser, "start a server on a model that comes with us; what follows -- is SGLang's")
     add("--servers", type=int, default=1, metavar="N",
         help="how many --embedded starts, sharing the cores (default: %(default)s)")  # fmt: skip
     add("--model", help="name to ask for (default: the first the server lists)")
@@ -38,7 +39,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--out", type=Path, default=Path("eval-results"), metavar="DIR",
         help="where results are written, and found by a rerun (default: %(default)s)")  # fmt: skip
     add("--suite", choices=sorted(SUITES),
-        help="where prompts come from (default: recall with --embedded, else ruler)")  # fmt: skip
+        help="where prompts come from (default: recall with --embedded, text with "
+        "--embedded smollm2, else ruler)")  # fmt: skip
     add("--tasks", nargs="+", metavar="TASK", help="of the suite (default: all)")
     add("--data", type=Path, metavar="JSONL", help="LongBench's format, for the suite longbench")
     add("--metric", choices=METRICS,
@@ -46,7 +48,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--prompts", type=Path, metavar="JSON",
         help="templates by data set, such as LongBench's dataset2prompt.json")  # fmt: skip
     add("--length", type=int, nargs="+", metavar="N",
-        help="tokens of a prompt (default: recall 1024, ruler 4096, longbench all)")  # fmt: skip
+        help="tokens of a prompt (default: ruler 4096, longbench all, others 1024)")  # fmt: skip
     add("--question", choices=QUESTIONS, nargs="+", default=[INSIDE],
         help="compressed with the document, or asked after (default: inside)")  # fmt: skip
     add("--policies", nargs="+", metavar="NAME", help="(default: all the server has)")
@@ -55,10 +57,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--n", type=int, metavar="N",
         help="prompts a point, over all tasks together (default: 200, longbench all)")  # fmt: skip
     add("--seed", type=int, default=0, help="which prompts (default: %(default)s)")
-    add("--concurrent", type=int, default=32, metavar="N",
-        help="prompts asked of a server at once (default: %(default)s)")  # fmt: skip
+    add("--concurrent", type=int, metavar="N",
+        help="prompts asked of a server at once (default: 32, smollm2 8)")  # fmt: skip
     add("--batched", action=argparse.BooleanOptionalAction,
         help="many prompts in one request (default: where suite and server can)")  # fmt: skip
+    add("--forced", action=argparse.BooleanOptionalAction,
+        help="put right answers into the model's mouth and read their tokens' likelihood, rather "
+        "than decode (default: where suite and server can)")  # fmt: skip
     add("--timeout", type=float, default=600, metavar="S",
         help="seconds until a request is given up (default: %(default)g)")  # fmt: skip
 
@@ -82,18 +87,19 @@ def check(options: argparse.Namespace, worker_args: tuple[str, ...]) -> None:
 
     Raises SettingsError for the first option that cannot be used.
     """
-    if options.embedded == (options.url is not None):
+    if (options.embedded is None) == (options.url is None):
         raise SettingsError("give either --url or --embedded")
     if options.servers != 1 and not options.embedded:
         raise SettingsError("--servers is for --embedded; give several to --url")
     if worker_args and not options.embedded:
         raise SettingsError("arguments after -- go to the server that --embedded starts")
-    options.suite = options.suite or ("recall" if options.embedded else "ruler")
+    options.suite = options.suite or DEFAULT_SUITE.get(options.embedded, "ruler")
     if (options.suite == "longbench") != (options.data is not None):
         raise SettingsError("--suite longbench and --data belong together")
     for name in ("metric", "prompts"):
         if getattr(options, name) is not None and options.data is None:
             raise SettingsError(f"--{name} is for the suite longbench")
+    options.concurrent = options.concurrent or (8 if options.embedded == SMOLLM2 else 32)
     options.length = options.length or [DEFAULT_LENGTH[options.suite]]
     for name, least in (("n", 1), ("concurrent", 1), ("servers", 1)):
         value = getattr(options, name)

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from kvc_server.embedded import embedded_model
 from kvc_server.launch import LaunchFailed
 from kvc_server.settings import SettingsError
 from rich.console import Console
@@ -59,7 +60,7 @@ async def _evaluate(urls: list[str], suite: Suite, options: argparse.Namespace) 
             if (other.model, other.compresses) != (endpoint.model, endpoint.compresses):
                 raise SettingsError(f"--url: {other.url} does not serve what {endpoint.url} does")
         grid = await _grid(endpoint, suite, options)
-        load = Load(options.concurrent, _batched(endpoint, suite, options))
+        load = Load(options.concurrent, _batched(endpoint, suite, grid, options))
         store = Store(options.out, grid)
         before = len(store.records())
         with _progress() as progress:
@@ -106,8 +107,10 @@ async def _grid(endpoint: Endpoint, suite: Suite, options: argparse.Namespace) -
     """What is to be asked, as far as the endpoint can. Raises SettingsError."""
     questions = tuple(q for q in QUESTIONS if q in options.question)
     policies: tuple[str, ...] = ()
+    forced = _forced(endpoint, suite, options)
     if endpoint.compresses:
-        policies = await _policies(endpoint, questions, options)
+        apart = forced or AFTER in questions
+        policies = await _policies(endpoint, apart, options)
     else:
         questions = (INSIDE,)
         _say(f"{endpoint.url} does not report kv_compression; only uncompressed answers follow")
@@ -126,13 +129,16 @@ async def _grid(endpoint: Endpoint, suite: Suite, options: argparse.Namespace) -
         seed=options.seed,
         source=suite.source,
         commit=provenance.commit() if options.embedded else "",
+        forced=forced,
     )
 
 
 async def _policies(
-    endpoint: Endpoint, questions: tuple[str, ...], options: argparse.Namespace
+    endpoint: Endpoint, apart: bool, options: argparse.Namespace
 ) -> tuple[str, ...]:
     """Those that were named, or all that the server has and takes. Raises SettingsError.
+
+    `apart` is whether anything will be read after compression.
 
     Every kind of knob is asked with once, rather than found out to be refused 10,000 requests
     later.
@@ -141,7 +147,7 @@ async def _policies(
     for policy in dict.fromkeys(options.policies or await endpoint.policies() or PRESETS):
         knob = {"rate": max(options.rates), "policy": policy, "force": True}
         refusal = await endpoint.refusal(knob)
-        if refusal is None and AFTER in questions:
+        if refusal is None and apart:
             refusal = await endpoint.refusal(knob | {"question_tokens": 1})
         if refusal is None:
             usable.append(policy)
@@ -154,13 +160,23 @@ async def _policies(
     return tuple(usable)
 
 
-def _batched(endpoint: Endpoint, suite: Suite, options: argparse.Namespace) -> bool:
+def _forced(endpoint: Endpoint, suite: Suite, options: argparse.Namespace) -> bool:
+    """Whether answers are given rather than decoded: the suite has to say how they begin."""
+    can = endpoint.compresses and suite.name == "text"
+    if options.forced and not can:
+        raise SettingsError("--forced needs the suite text, and a server of ours")
+    return can if options.forced is None else options.forced
+
+
+def _batched(
+    endpoint: Endpoint, suite: Suite, grid: Grid, options: argparse.Namespace
+) -> bool:
     """Whether prompts go to /generate: the suite has to know them as the template renders them."""
-    can = endpoint.compresses and suite.name == "recall"
+    can = grid.forced or (endpoint.compresses and suite.name == "recall")
     if options.batched and not can:
         raise SettingsError(
             "--batched needs the suite recall, whose prompts are known as the chat template "
-            "renders them, and a server of ours"
+            "renders them, or --forced, and a server of ours"
         )
     return can if options.batched is None else options.batched
 
@@ -172,11 +188,11 @@ def _servers(options: argparse.Namespace, worker_args: tuple[str, ...]) -> Itera
         yield options.url
         return
     options.out.mkdir(parents=True, exist_ok=True)
+    embedded_model(options.embedded, ())  # fetched here, where it can be seen, if it must be
     # A block's prompts in the tree, once more for policies that read nothing from it, segments.
-    pool = str(max(65536, 3 * options.concurrent * max(options.length)))
-    with embedded(
-        options.out, options.servers, "--max-total-tokens", pool, *worker_args
-    ) as urls:  # fmt: skip
+    pool = str(max(32768, 3 * options.concurrent * max(options.length)))
+    arguments = ("--max-total-tokens", pool, *worker_args)
+    with embedded(options.embedded, options.out, options.servers, *arguments) as urls:
         yield urls
 
 

@@ -1,4 +1,4 @@
-"""Gateways of our own on the embedded model, for as long as they are needed."""
+"""Gateways of our own on an embedded model, for as long as they are needed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvc_server.launch import gateway, started
 
 
 @contextlib.contextmanager
-def embedded(folder: Path, count: int, *worker_args: str) -> Iterator[list[str]]:
+def embedded(model: str, folder: Path, count: int, *worker_args: str) -> Iterator[list[str]]:
     """`count` times `sgl-kvc serve` on free ports, all ready, stopped afterwards; their URLs.
 
     They share the cores evenly, unless OMP_NUM_THREADS is set. What they print goes to
@@ -19,7 +19,7 @@ def embedded(folder: Path, count: int, *worker_args: str) -> Iterator[list[str]]
     """
     threads = max(1, (os.cpu_count() or 1) // count)
     env = {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", str(threads))}
-    program = gateway("--log-level", "warning", "--", *worker_args)
+    program = gateway("--embedded", model, "--log-level", "warning", "--", *worker_args)
     with contextlib.ExitStack() as stack:
         servers = [
             stack.enter_context(started(program, log=folder / f"server-{number}.log", env=env))

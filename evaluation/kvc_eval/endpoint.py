@@ -11,13 +11,15 @@ from typing import Any
 import httpx
 from kvc_server.generate import sampling_params
 
-from kvc_eval.sample import Sample
+from kvc_eval.sample import Sample, message
 from sgl_kvc.spec import CUSTOM_PARAM
 
 TRIES = 3
 _CHAT = "/v1/chat/completions"
+_TOKENIZE = "/v1/tokenize"
 _WAIT_S = 0.5  # before the second try; four times as long before each further one
 _AGAIN = (408, 429)  # and all from 500
+_HELLO = [message("user", "hello ?")]
 
 
 class RequestFailed(Exception):
@@ -38,13 +40,21 @@ class Question:
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """What came back. Bytes are what the prompt held in the pool, None where it is not told."""
+    """What came back.
+
+    Attributes
+    ----------
+    before, after : bytes that the prompt held in the pool, None where it is not told.
+    tokens_right, log_likelihood : of an answer that was given, not decoded: see `forced.py`.
+    """
 
     text: str
     prompt_tokens: int | None
     before: int | None
     after: int | None
     skipped: str | None
+    tokens_right: float | None = None
+    log_likelihood: float | None = None
 
 
 class Endpoint:
@@ -65,6 +75,7 @@ class Endpoint:
         self.url = url.rstrip("/").removesuffix("/v1")
         self.model = model or ""
         self.compresses = False
+        self._tokenizes = True
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         self._client = httpx.AsyncClient(
             base_url=self.url,
@@ -83,10 +94,10 @@ class Endpoint:
         """Find the model's name, and whether the endpoint compresses. Raises RequestFailed."""
         if not self.model:
             models = await self._request("GET", "/v1/models")
-            with _expected("/v1/models"):
+            with expected("/v1/models"):
                 self.model = models["data"][0]["id"]
-        answer = await self._request("POST", _CHAT, self._chat("hello ?", 1))
-        with _expected(_CHAT):
+        answer = await self._request("POST", _CHAT, self._chat(_HELLO, 1))
+        with expected(_CHAT):
             _ = answer["choices"][0]
         self.compresses = CUSTOM_PARAM in answer
 
@@ -98,12 +109,12 @@ class Endpoint:
             if error.status in (404, 405):
                 return None
             raise
-        with _expected("/v1/kv_policies"):
+        with expected("/v1/kv_policies"):
             return [policy["name"] for policy in listed["policies"]]
 
     async def refusal(self, knob: dict[str, Any]) -> str | None:
         """Why the endpoint refuses a knob; None when it takes it. Raises RequestFailed."""
-        body = self._chat("hello ?", 1) | {CUSTOM_PARAM: knob}
+        body = self._chat(_HELLO, 1) | {CUSTOM_PARAM: knob}
         try:
             await self._request("POST", _CHAT, body)
         except RequestFailed as error:
@@ -114,23 +125,48 @@ class Endpoint:
 
     async def count_tokens(self, text: str) -> int:
         """Prompt tokens of `text` as a user message, the chat template's included."""
-        body = self._chat(text, 1)
+        body = self._chat([message("user", text)], 1)
         if self.compresses:
             body[CUSTOM_PARAM] = {"rate": 1}
         answer = await self._request("POST", _CHAT, body)
-        with _expected(_CHAT):
+        with expected(_CHAT):
             return answer["usage"]["prompt_tokens"]
+
+    async def token_ids(self, messages: list[dict[str, str]]) -> list[int]:
+        """A chat as the model sees it; what the assistant says last is not ended.
+
+        Only of endpoints that compress. SGLang's ``/v1/tokenize`` fails for a tokenizer that has
+        no longest text; then a chat completion tells. Raises RequestFailed.
+        """
+        more: dict[str, Any] = {"continue_final_message": messages[-1]["role"] == "assistant"}
+        if self._tokenizes:
+            try:
+                body = {"model": self.model, "messages": messages}
+                answer = await self._request("POST", _TOKENIZE, body | more)
+            except RequestFailed:
+                self._tokenizes = False
+            else:
+                with expected(_TOKENIZE):
+                    return list(answer["tokens"])
+        more |= {"return_prompt_token_ids": True, CUSTOM_PARAM: {"rate": 1}}
+        answer = await self._request("POST", _CHAT, self._chat(messages, 1) | more)
+        with expected(_CHAT):
+            return list(answer["choices"][0]["prompt_token_ids"])
+
+    async def head(self) -> list[int]:
+        """The tokens of a short chat: what comes before every user message, and a little more."""
+        return await self.token_ids(_HELLO)
 
     async def ask(self, question: Question) -> Answer:
         """One greedy chat completion. Raises RequestFailed."""
-        body = self._chat(question.sample.text, question.sample.max_tokens)
+        body = self._chat(question.sample.messages, question.sample.max_tokens)
         if question.knob is not None:
             body[CUSTOM_PARAM] = question.knob
         answer = await self._request("POST", _CHAT, body)
-        with _expected(_CHAT):
+        with expected(_CHAT):
             text = answer["choices"][0]["message"]["content"] or ""
             tokens = (answer.get("usage") or {}).get("prompt_tokens")
-            return _answer(text, tokens, answer.get(CUSTOM_PARAM))
+            return answer_from(text, tokens, answer.get(CUSTOM_PARAM))
 
     async def ask_many(self, questions: Sequence[Question]) -> list[Answer]:
         """All at once with SGLang's own ``/generate``. Raises RequestFailed for all of them.
@@ -144,17 +180,21 @@ class Endpoint:
                 for question in questions
             ],
         }
-        answers = await self._request("POST", "/generate", body)
-        with _expected("/generate"):
+        answers = await self.generate(body)
+        with expected("/generate"):
             return [
-                _answer(answer["text"], answer["meta_info"]["prompt_tokens"], answer[CUSTOM_PARAM])
-                for answer in answers
+                answer_from(one["text"], one["meta_info"]["prompt_tokens"], one[CUSTOM_PARAM])
+                for one in answers
             ]
 
-    def _chat(self, text: str, max_tokens: int) -> dict[str, Any]:
+    async def generate(self, body: dict[str, Any]) -> Any:
+        """What SGLang's own ``/generate`` answers. Raises RequestFailed."""
+        return await self._request("POST", "/generate", body)
+
+    def _chat(self, messages: list[dict[str, str]], max_tokens: int) -> dict[str, Any]:
         return {
             "model": self.model,
-            "messages": [{"role": "user", "content": text}],
+            "messages": messages,
             "max_tokens": max_tokens,
             "temperature": 0,
         }
@@ -177,7 +217,8 @@ class Endpoint:
         raise failure
 
 
-def _answer(text: str, tokens: int | None, report: dict[str, Any] | None) -> Answer:
+def answer_from(text: str, tokens: int | None, report: dict[str, Any] | None) -> Answer:
+    """An answer and what the endpoint reports of its compression."""
     if report is None:
         return Answer(text, tokens, None, None, None)
     held = report["bytes"]
@@ -185,7 +226,7 @@ def _answer(text: str, tokens: int | None, report: dict[str, Any] | None) -> Ans
 
 
 @contextlib.contextmanager
-def _expected(path: str) -> Iterator[None]:
+def expected(path: str) -> Iterator[None]:
     """Turn what reading an answer of another shape raises into RequestFailed."""
     try:
         yield

@@ -27,13 +27,21 @@ class Cell(NamedTuple):
     policy: str
     rate: float
 
-    def knob(self, question_tokens: int | None) -> dict[str, Any]:
-        """The request's ``kv_compression``; `question_tokens` is used in AFTER only."""
+    def knob(self, question_tokens: int | None, answer_tokens: int = 0) -> dict[str, Any]:
+        """The request's ``kv_compression``.
+
+        Parameters
+        ----------
+        question_tokens : of the question and all that follows it; used in AFTER only.
+        answer_tokens : how many of the prompt's last tokens are the answer, if it is given
+            (`forced.py`). It is read after compression, as if it were decoded.
+        """
         if self.policy == OFF:
             return {"rate": 1}
         # Prompts are asked at several rates side by side: what they share must not count.
         knob = {"rate": self.rate, "policy": self.policy, "force": True}
-        return knob | {"question_tokens": question_tokens} if self.question == AFTER else knob
+        after = question_tokens if self.question == AFTER else answer_tokens
+        return knob | {"question_tokens": after} if after else knob
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +52,7 @@ class Grid:
     ----------
     n : prompts of every cell, spread evenly over the tasks.
     source : what else the prompts depend on, such as a data file's checksum and its metric.
+    forced : whether right answers are put into the model's mouth, rather than decoded.
     commit : of the server's code, where it is known.
     """
 
@@ -58,6 +67,7 @@ class Grid:
     seed: int
     source: str = ""
     commit: str = ""
+    forced: bool = False
 
     def cells(self, length: int) -> list[Cell]:
         """All cells of one length, the uncompressed one of each question mode first.

@@ -11,12 +11,14 @@ import dataclasses
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import Any
 
-from kvc_eval import metrics
+from kvc_eval import forced, metrics
 from kvc_eval.endpoint import Answer, Endpoint, Question, RequestFailed
+from kvc_eval.forced import Forced
 from kvc_eval.grid import AFTER, OFF, Cell, Grid
 from kvc_eval.sample import Sample, Suite
 from kvc_eval.store import Record, Store
 
+_TURN_TOKENS = 32  # at most, of what a chat template puts around a question and its answer
 BATCHES = 3  # so that the engine has work while answers are on their way
 
 
@@ -54,6 +56,13 @@ class _Task:
     cell: Cell
     index: int
     sample: Sample
+    forced: Forced | None
+
+    def knob(self) -> dict[str, Any]:
+        """What it is asked with."""
+        if self.forced is not None:
+            return self.cell.knob(self.forced.asked, self.forced.spoken)
+        return self.cell.knob(self.sample.question_tokens)
 
 
 async def measure(
@@ -81,7 +90,7 @@ async def measure(
 
     async def work(endpoint: Endpoint) -> None:
         for length, indices in blocks:
-            await _ask_block(endpoint, suite, grid.cells(length), indices, store, load, advance)
+            await _ask_block(endpoint, suite, grid, length, indices, store, load, advance)
 
     await _all(work(endpoint) for endpoint in endpoints)
 
@@ -89,23 +98,35 @@ async def measure(
 async def _ask_block(
     endpoint: Endpoint,
     suite: Suite,
-    cells: list[Cell],
+    grid: Grid,
+    length: int,
     indices: range,
     store: Store,
     load: Load,
     advance: Callable[[int], object],
 ) -> None:
+    cells = grid.cells(length)
     missing = [(c, i) for c in cells for i in indices if not store.has(c, i)]
     advance(len(cells) * len(indices) - len(missing))
-    samples = {i: suite.sample(cells[0].length, i) for i in {i for _, i in missing}}
-    if any(cell.question == AFTER for cell, _ in missing):
+    samples = {i: suite.sample(length, i) for i in {i for _, i in missing}}
+    prompts: dict[int, Forced] = {}
+    if grid.forced and samples:
+        prompts = await _force(endpoint, samples)
+    elif any(cell.question == AFTER for cell, _ in missing):
         await _count_questions(endpoint, samples)
-    tasks = [_Task(cell, i, samples[i]) for cell, i in missing]
+    tasks = [_Task(cell, i, samples[i], prompts.get(i)) for cell, i in missing]
     for part in (
         [task for task in tasks if task.cell.policy == OFF],
         [task for task in tasks if task.cell.policy != OFF],
     ):
         await _ask_all(endpoint, part, store, load, advance)
+
+
+async def _force(endpoint: Endpoint, samples: dict[int, Sample]) -> dict[int, Forced]:
+    """The samples with their answers, as tokens."""
+    head = await endpoint.head()
+    made = await asyncio.gather(*(forced.force(endpoint, s, head) for s in samples.values()))
+    return dict(zip(samples, made, strict=True))
 
 
 async def _count_questions(endpoint: Endpoint, samples: dict[int, Sample]) -> None:
@@ -115,9 +136,11 @@ async def _count_questions(endpoint: Endpoint, samples: dict[int, Sample]) -> No
     the document's last tokens but never sees a token of the question.
     """
     unknown = [i for i, sample in samples.items() if sample.question_tokens is None]
-    counts = await asyncio.gather(*(endpoint.count_tokens(samples[i].question) for i in unknown))
+    said = [samples[i].text.removeprefix(samples[i].document) for i in unknown]
+    counts = await asyncio.gather(*map(endpoint.count_tokens, said))
     for i, count in zip(unknown, counts, strict=True):
-        samples[i] = dataclasses.replace(samples[i], question_tokens=count + 1)
+        tokens = count + 1 + _TURN_TOKENS * len(samples[i].turns)
+        samples[i] = dataclasses.replace(samples[i], question_tokens=tokens)
 
 
 async def _ask_all(
@@ -155,40 +178,44 @@ async def _all(work: Iterable[Coroutine[Any, Any, None]]) -> None:
 
 
 async def _ask_group(endpoint: Endpoint, group: list[_Task], batched: bool) -> list[Record]:
-    questions = [
-        Question(
-            task.sample,
-            task.cell.knob(task.sample.question_tokens) if endpoint.compresses else None,
-        )
-        for task in group
-    ]
     try:
-        if batched:
-            answers = await endpoint.ask_many(questions)
-        else:
-            answers = [await endpoint.ask(question) for question in questions]
+        answers = await _answers(endpoint, group, batched)
     except RequestFailed as error:
         return [_record(task, None, str(error)) for task in group]
     return [_record(task, answer, None) for task, answer in zip(group, answers, strict=True)]
 
 
+async def _answers(endpoint: Endpoint, group: list[_Task], batched: bool) -> list[Answer]:
+    prompts = [task.forced for task in group if task.forced is not None]
+    if prompts:
+        return await forced.ask(endpoint, prompts, [task.knob() for task in group])
+    questions = [
+        Question(task.sample, task.knob() if endpoint.compresses else None) for task in group
+    ]
+    if batched:
+        return await endpoint.ask_many(questions)
+    return [await endpoint.ask(question) for question in questions]
+
+
 def _record(task: _Task, answer: Answer | None, failed: str | None) -> Record:
-    after = task.cell.question == AFTER and task.cell.policy != OFF
     record = Record(
         cell=task.cell,
         sample=task.index,
         task=task.sample.task,
-        question_tokens=task.sample.question_tokens if after else None,
+        question_tokens=task.knob().get("question_tokens"),
         failed=failed,
     )
     if answer is None:
         return record
+    right = answer.tokens_right
     return dataclasses.replace(
         record,
-        score=metrics.score(task.sample, answer.text),
-        answer=answer.text,
+        score=metrics.score(task.sample, answer.text) if right is None else float(right == 1),
+        answer=answer.text if right is None else None,
         prompt_tokens=answer.prompt_tokens,
         before=answer.before,
         after=answer.after,
         skipped=answer.skipped,
+        tokens_right=right,
+        log_likelihood=answer.log_likelihood,
     )

@@ -72,12 +72,25 @@ def markdown(report: dict[str, Any], grid: Grid) -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
+_FORCED = (
+    "Right answers are put into the model's mouth: a score is 1 if every token of the answer is "
+    "the likeliest, which is when greedy decoding says it. "
+)
+#: What is shown of compressed cells beside the score, where there is anything: heading and format.
+_ALSO = {
+    "of_right": ("Score of the prompts that are answered right uncompressed", "score"),
+    "tokens_right": ("Share of right answer tokens", "score"),
+    "lost": ("Log-likelihood lost against uncompressed, nats a token", "mean"),
+}
+
+
 def _preamble(report: dict[str, Any], grid: Grid) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     return (
         f"Model {grid.model}, suite {grid.suite}, {grid.n} prompts a point, spread over "
         f"{', '.join(grid.tasks)}. Scores are from 0 to 1, with their 95 % intervals; percentages "
         "are the bytes a prompt really held in the pool after compression, of those before. "
+        f"{_FORCED if grid.forced else ''}"
         f"`{report['command']}` on {report['machine']} ({versions}, commit "
         f"{report['commit'] or 'unknown'}): {report['answers_in_seconds']:,} of "
         f"{report['answers']:,} answers in {report['seconds']:,} s."
@@ -98,6 +111,7 @@ def _panel(cells: Cells, grid: Grid, length: int, question: str) -> list[str]:
         lines += [*_table(grid, compressed, _with_bytes), ""]
         if skipped := sum(cell["skipped"] for cell in compressed):
             lines += [f"{skipped} answers were not compressed (`skipped`); they count too.", ""]
+        lines += _also(grid, off, compressed)
     for task in grid.tasks if len(grid.tasks) > 1 else ():
         of_task = [cell for cell in compressed if task in cell["tasks"]]
         score = off["tasks"].get(task) if off else None
@@ -105,6 +119,19 @@ def _panel(cells: Cells, grid: Grid, length: int, question: str) -> list[str]:
             lines += [f"### {task} (uncompressed {score['score']:.3f})", ""]
         if of_task:
             lines += [*_table(grid, of_task, lambda cell, t=task: _score(cell["tasks"][t])), ""]
+    return lines
+
+
+def _also(grid: Grid, off: dict[str, Any] | None, cells: Cells) -> list[str]:
+    """Tables of the graded metrics, over all tasks together."""
+    lines: list[str] = []
+    for name, (heading, field) in _ALSO.items():
+        mine = [cell for cell in cells if name in cell]
+        if not mine or (name == "of_right" and not grid.forced):
+            continue
+        whole = f" (uncompressed {off[name][field]:.3f})" if off and name in off else ""
+        lines += [f"### {heading}{whole}", ""]
+        lines += [*_table(grid, mine, lambda cell, n=name, f=field: _with_interval(cell[n], f)), ""]
     return lines
 
 
@@ -124,9 +151,11 @@ def _score(of: dict[str, Any]) -> str:
     return f"{of['score']:.3f}"
 
 
-def _with_interval(of: dict[str, Any]) -> str:
+def _with_interval(of: dict[str, Any], field: str = "score") -> str:
+    if of["interval"] is None:
+        return f"{of[field]:.3f}"
     low, high = of["interval"]
-    return f"{of['score']:.3f} ({low:.3f} to {high:.3f})"
+    return f"{of[field]:.3f} ({low:.3f} to {high:.3f})"
 
 
 def _with_bytes(cell: dict[str, Any]) -> str:

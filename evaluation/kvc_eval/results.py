@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable
 from typing import Any
 
-from kvc_eval.grid import Cell, Grid
+from kvc_eval.grid import OFF, Cell, Grid
 from kvc_eval.store import Record
 
 _Z = statistics.NormalDist().inv_cdf(0.975)
@@ -23,9 +23,16 @@ def interval(scores: list[float]) -> tuple[float, float]:
 
         low, high = binomtest(int(sum(scores)), len(scores)).proportion_ci(method="wilson")
         return float(low), float(high)
-    mean = statistics.fmean(scores)
-    half = _Z * statistics.stdev(scores) / math.sqrt(len(scores))
+    mean, half = _normal(scores)
     return max(0.0, mean - half), min(1.0, mean + half)
+
+
+def _normal(values: list[float]) -> tuple[float, float]:
+    """The mean, and half of its 95 % interval by the normal approximation; infinite for one."""
+    mean = statistics.fmean(values)
+    if len(values) < 2:
+        return mean, math.inf
+    return mean, _Z * statistics.stdev(values) / math.sqrt(len(values))
 
 
 def summarise(records: Iterable[Record], grid: Grid) -> list[dict[str, Any]]:
@@ -33,6 +40,10 @@ def summarise(records: Iterable[Record], grid: Grid) -> list[dict[str, Any]]:
 
     ``bytes_before`` and ``bytes_after`` are means over the answers, null where the endpoint does
     not tell; ``kept`` is their quotient. Failed requests are in ``failed`` and in no score.
+    ``of_right`` is the score of the prompts that are answered right uncompressed. Where answers
+    were given and not decoded, ``tokens_right`` is the mean share of their tokens that are the
+    likeliest, and ``lost`` the mean over prompts of the log-likelihood a token that compression
+    costs, in nats.
     """
     by_cell: dict[Cell, list[Record]] = {}
     for record in records:
@@ -42,19 +53,25 @@ def summarise(records: Iterable[Record], grid: Grid) -> list[dict[str, Any]]:
         mine = sorted(by_cell.get(cell, []), key=lambda record: record.sample)
         answered = [record for record in mine if record.failed is None]
         if answered:
-            out.append(_cell(cell, answered, grid.tasks, len(mine) - len(answered)))
+            off = by_cell.get(cell._replace(policy=OFF, rate=1), []) if cell.policy != OFF else []
+            whole = {record.sample: record for record in off}
+            out.append(_cell(cell, answered, whole, grid.tasks, len(mine) - len(answered)))
     return out
 
 
 def _cell(
-    cell: Cell, answered: list[Record], tasks: tuple[str, ...], failed: int
+    cell: Cell,
+    answered: list[Record],
+    whole: dict[int, Record],
+    tasks: tuple[str, ...],
+    failed: int,
 ) -> dict[str, Any]:
+    """`whole` are the same prompts' uncompressed answers; empty for those themselves."""
     before, after = _mean(answered, "before"), _mean(answered, "after")
-    scored = [(record.task, record.score) for record in answered if record.score is not None]
-    by_task = {task: [score for of, score in scored if of == task] for task in tasks}
+    by_task = {task: [r for r in answered if r.task == task] for task in tasks}
     return {
         **cell._asdict(),
-        **_score([score for _, score in scored]),
+        **_scores(answered, whole),
         "failed": failed,
         "skipped": sum(record.skipped is not None for record in answered),
         "prompt_tokens": _mean(answered, "prompt_tokens"),
@@ -62,8 +79,30 @@ def _cell(
         "bytes_before": before,
         "bytes_after": after,
         "kept": round(after / before, 5) if before and after is not None else None,
-        "tasks": {task: _score(scores) for task, scores in by_task.items() if scores},
+        "tasks": {task: _scores(mine, whole) for task, mine in by_task.items() if mine},
     }
+
+
+def _scores(answered: list[Record], whole: dict[int, Record]) -> dict[str, Any]:
+    """Everything that is a mean over prompts, of the same prompts uncompressed where it needs."""
+    out = _score([r.score for r in answered if r.score is not None])
+    right = [r.score for r in answered if r.sample in whole and whole[r.sample].score == 1]
+    if kept := [score for score in right if score is not None]:
+        out["of_right"] = _score(kept)
+    if shares := [r.tokens_right for r in answered if r.tokens_right is not None]:
+        out["tokens_right"] = _score(shares)
+    losses = [
+        off.log_likelihood - r.log_likelihood
+        for r in answered
+        if (off := whole.get(r.sample)) is not None
+        and off.log_likelihood is not None
+        and r.log_likelihood is not None
+    ]
+    if losses:
+        mean, half = _normal(losses)
+        bounds = [round(mean - half, 5), round(mean + half, 5)] if len(losses) > 1 else None
+        out["lost"] = {"n": len(losses), "mean": round(mean, 5), "interval": bounds}
+    return out
 
 
 def _score(scores: list[float]) -> dict[str, Any]:

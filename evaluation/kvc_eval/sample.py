@@ -23,6 +23,10 @@ class Sample:
         template's included, where they are known without asking.
     prompt : the prompt as the chat template renders it, less the token the tokenizer puts
         first, where that is known; such prompts can be sent many at a time.
+    turns : questions and answers that came before `question`, the first of them right behind the
+        document.
+    lead : how a right answer begins, before what is asked for. With it the answer can be put into
+        the model's mouth (`forced.py`): `lead`, a space, ``answers[0]``.
     """
 
     task: str
@@ -35,11 +39,38 @@ class Sample:
     first_line: bool = False
     question_tokens: int | None = None
     prompt: str | None = None
+    turns: tuple[tuple[str, str], ...] = ()
+    lead: str = ""
 
     @property
     def text(self) -> str:
-        """The user message."""
-        return self.document + self.question
+        """The user message; of several turns, all that is said."""
+        said = "".join(question + answer for question, answer in self.turns)
+        return self.document + said + self.question
+
+    @property
+    def messages(self) -> list[dict[str, str]]:
+        """The chat that ends with the question."""
+        asked = [*(question for question, _ in self.turns), self.question]
+        asked[0] = self.document + asked[0]
+        out = []
+        for question, (_, answer) in zip(asked, self.turns, strict=False):
+            out += [message("user", question), message("assistant", answer)]
+        return [*out, message("user", asked[-1])]
+
+    @property
+    def before_questions(self) -> list[dict[str, str]]:
+        """A chat that is the same up to the document's end, and goes on differently."""
+        return [message("user", self.document + "\n")]
+
+    def answered(self, text: str) -> list[dict[str, str]]:
+        """The chat with the beginning of an answer."""
+        return [*self.messages, message("assistant", text)]
+
+
+def message(role: str, content: str) -> dict[str, str]:
+    """A message of a chat."""
+    return {"role": role, "content": content}
 
 
 class TokenCounter(Protocol):

@@ -28,6 +28,9 @@ class Record:
     before, after : bytes the prompt held in the pool; None where the endpoint does not tell.
     skipped : why the server did not compress, None when it did or was not asked to.
     failed : why there is no answer.
+    tokens_right : share of the right answer's tokens that are the likeliest, where the answer was
+        given and not decoded (`forced.py`).
+    log_likelihood : mean over those tokens, in nats.
     """
 
     cell: Cell
@@ -41,6 +44,8 @@ class Record:
     after: int | None = None
     skipped: str | None = None
     failed: str | None = None
+    tokens_right: float | None = None
+    log_likelihood: float | None = None
 
     @property
     def key(self) -> tuple[Cell, int]:

@@ -21,6 +21,7 @@ from kvc_server.settings import Settings
 from kvc_server.worker import LocalWorker, RemoteWorker, Worker
 
 INFERENCE = ("/v1/chat/completions", "/v1/completions", "/generate")
+TOKENIZE = "/v1/tokenize"
 OTHERS = ("/v1/models", "/v1/kv_policies", "/health", "/readiness", "/metrics")
 _METRICS_TIMEOUT_S = 5.0
 _TEXT = "text/plain; version=0.0.4; charset=utf-8"
@@ -46,7 +47,8 @@ def create_app(settings: Settings) -> FastAPI:
                 await worker.stop()
 
     app = FastAPI(title="sgl-kvc", lifespan=lifespan, openapi_url=None, exception_handlers=HANDLERS)
-    app.add_middleware(MetricsMiddleware, metrics=metrics, endpoints=(*INFERENCE, *OTHERS))
+    endpoints = (*INFERENCE, TOKENIZE, *OTHERS)
+    app.add_middleware(MetricsMiddleware, metrics=metrics, endpoints=endpoints)
 
     def forward(request: Request, content: bytes | None) -> Forward:
         client, path = app.state.client, request.url.path
@@ -69,6 +71,9 @@ def create_app(settings: Settings) -> FastAPI:
     async def models(request: Request) -> Response:
         return forward(request, None)
 
+    async def tokenize(request: Request) -> Response:
+        return forward(request, json.dumps(await _json_object(request)).encode())
+
     async def kv_policies() -> Response:
         return JSONResponse(catalogue())
 
@@ -87,6 +92,7 @@ def create_app(settings: Settings) -> FastAPI:
 
     for path in INFERENCE:
         app.add_api_route(path, infer, methods=["POST"])
+    app.add_api_route(TOKENIZE, tokenize, methods=["POST"])
     others: tuple[Callable[..., Any], ...] = (models, kv_policies, health, readiness, metrics_text)
     for path, endpoint in zip(OTHERS, others, strict=True):
         app.add_api_route(path, endpoint, methods=["GET"])

@@ -8,6 +8,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 
+from kvc_server.embedded import add_option
 from kvc_server.plan import PlanError
 from kvc_server.settings import SettingsError
 from sgl_kvc import __version__
@@ -49,7 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_demo(commands.add_parser(
         "demo", help="one question at several rates, in a table",
         usage="sgl-kvc demo [options] [-- SGLang arguments]",
-        description="Ask the embedded model the same question at rates 1, 4, 8, 16 and 32.",
+        description="Ask an embedded model the same question at rates 1, 4, 8, 16 and 32.",
     ))  # fmt: skip
     _add_plan(commands.add_parser(
         "plan", help="will it fit?",
@@ -99,6 +100,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model-path", metavar="MODEL",
         help="folder or Hugging Face id (default: the embedded recall model)")  # fmt: skip
+    add_option(parser, "which of the models that come with us")
     add("--worker-url", metavar="URL", help="use this worker or router; start none")
     add("--host", default="127.0.0.1", help="address to listen on (default: %(default)s)")
     add("--port", type=int, default=8000, help="port to listen on (default: %(default)s)")
@@ -116,6 +118,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
+    add_option(parser, "which model is asked")
     add("--tokens", type=int, default=1024, help="length of the document (default: %(default)s)")
     add("--seed", type=int, default=0, help="which document (default: %(default)s)")
     add("--verbose", action="store_true", help="show the server's log")

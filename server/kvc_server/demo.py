@@ -17,6 +17,7 @@ from rich import box
 from rich.console import Console, JustifyMethod
 from rich.table import Table
 
+from kvc_server.embedded import RECALL, embedded_model
 from kvc_server.launch import LaunchFailed, gateway, launched
 from kvc_server.settings import SettingsError
 
@@ -48,10 +49,12 @@ def run(options: argparse.Namespace, worker_args: tuple[str, ...]) -> int:
         prompt = sample("needles8", options.tokens, Random(options.seed))
     except ValueError as error:
         raise SettingsError(f"--tokens: {error}") from None
+    model = options.embedded or RECALL
+    embedded_model(model, ())  # fetched here, where it can be seen, if it must be
     console = Console()
     console.print(f"Starting a server to ask one question about {options.tokens:,} tokens ...")
     level = "info" if options.verbose else "warning"
-    program = gateway("--log-level", level, "--", *worker_args)
+    program = gateway("--embedded", model, "--log-level", level, "--", *worker_args)
     try:
         with launched(program, verbose=options.verbose) as server, server.client(120) as client:
             other = sample("needles8", options.tokens, Random(options.seed + 1))
@@ -123,7 +126,7 @@ def table(answers: dict[int, Answer], expected: str) -> Table:
         out.add_column(heading, justify=side, no_wrap=True, overflow="ellipsis")
     for rate, answer in answers.items():
         text = textwrap.shorten(answer.text, 24, placeholder=" ...")
-        right = answer.text.split() == expected.split()
+        right = " ".join(expected.split()) in " ".join(answer.text.lower().split())
         kept = answer.report.get("kept_per_head", {})
         held = answer.report.get("bytes", {})
         out.add_row(

@@ -11,14 +11,12 @@ import sys
 import uvicorn
 
 from kvc_server.app import create_app
+from kvc_server.embedded import RECALL, embedded_model
 from kvc_server.settings import Settings, SettingsError
 from kvc_server.worker import WorkerFailed
 
 log = logging.getLogger(__name__)
 
-EMBEDDED_NAME = "recall"
-#: A pool of 256 MiB. SGLang would take most of the memory, and on a CPU clear it page by page.
-EMBEDDED_ARGS = ("--served-model-name", EMBEDDED_NAME, "--max-total-tokens", "65536")
 _DRAIN_S = 5  # how long a stop waits for answers in flight
 
 
@@ -31,9 +29,11 @@ def run(options: argparse.Namespace, worker_args: tuple[str, ...]) -> int:
 
 def settings_of(options: argparse.Namespace, worker_args: tuple[str, ...]) -> Settings:
     """The command line as settings. Raises SettingsError."""
-    model_path = options.model_path
+    model_path, name = options.model_path, options.embedded
+    if name and (model_path or options.worker_url):
+        raise SettingsError("--embedded names the model; leave out --model-path and --worker-url")
     if model_path is None and options.worker_url is None:
-        model_path, worker_args = embedded_model(worker_args)
+        model_path, worker_args = embedded_model(name or RECALL, worker_args)
     return Settings(
         worker_url=options.worker_url,
         model_path=model_path,
@@ -43,15 +43,6 @@ def settings_of(options: argparse.Namespace, worker_args: tuple[str, ...]) -> Se
         connect_timeout=options.connect_timeout,
         read_timeout=options.read_timeout,
     )
-
-
-def embedded_model(worker_args: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
-    """Path of the embedded model, and `worker_args` behind those it is served with."""
-    try:
-        import kvc_recall
-    except ImportError as error:
-        raise SettingsError(f"--model-path is needed: no embedded model ({error})") from None
-    return str(kvc_recall.model_path()), (*EMBEDDED_ARGS, *worker_args)
 
 
 async def _serve(settings: Settings, listener: socket.socket, options: argparse.Namespace) -> int:

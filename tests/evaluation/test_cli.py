@@ -19,6 +19,7 @@ ROOT = Path(__file__).parents[2]
         ([], "give either --url or --embedded"),
         (["--url", "http://a", "--embedded"], "give either --url or --embedded"),
         (["--url", "http://a", "--", "--tp", "2"], "arguments after --"),
+        (["--url", "http://a", "--embedded", "smollm2"], "give either --url or --embedded"),
         (["--url", "http://a", "--servers", "2"], "--servers is for --embedded"),
         (["--url", "http://a", "--suite", "longbench"], "--suite longbench and --data"),
         (["--url", "http://a", "--data", "x"], "--suite longbench and --data"),

@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 STAGE = ROOT / "build/mutants"
 HERE = ROOT / "tests/mutants"
 PACKAGES = ("sgl_kvc", "kernels/kvc_kernels", "server/kvc_server", "models/kvc_recall",
-            "evaluation/kvc_eval", "tests", "bench")  # fmt: skip
+            "models/kvc_smollm2", "evaluation/kvc_eval", "tests", "bench")  # fmt: skip
 CAUGHT = ("killed", "timeout", "segfault", "suspicious", "caught by type check")
 WANTED = 0.9
 

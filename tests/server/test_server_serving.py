@@ -29,6 +29,19 @@ def test_models_come_from_the_worker(client: openai.OpenAI) -> None:
     assert model.model_extra["max_model_len"] == 4096
 
 
+def test_a_chat_is_tokenized_as_it_is_served(gateway: Gateway) -> None:
+    body = {"messages": chat()["messages"]}
+    with gateway.client() as client:
+        tokens = client.post("/v1/tokenize", json=body).json()["tokens"]
+        begun = [*body["messages"], {"role": "assistant", "content": "the code"}]
+        more = {"messages": begun, "continue_final_message": True}
+        longer = client.post("/v1/tokenize", json=more).json()["tokens"]
+        served = client.post("/v1/chat/completions", json=chat()).json()
+    assert len(tokens) == served["usage"]["prompt_tokens"]
+    assert longer[: len(tokens)] == tokens
+    assert len(longer) == len(tokens) + 2
+
+
 @pytest.mark.parametrize("rate", [1, 8])
 def test_chat(client: openai.OpenAI, rate: float) -> None:
     answer = client.chat.completions.create(**chat(), **compressed(rate))
