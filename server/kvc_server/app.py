@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -16,10 +16,11 @@ from kvc_server import knob
 from kvc_server.errors import HANDLERS, ApiError
 from kvc_server.metrics import Metrics, MetricsMiddleware
 from kvc_server.policies import catalogue
-from kvc_server.proxy import Forward, request_headers
+from kvc_server.proxy import Forward, request_headers, upstream_request
 from kvc_server.settings import Settings
 from kvc_server.worker import LocalWorker, RemoteWorker, Worker
 
+Endpoint = Callable[..., Coroutine[Any, Any, Response]]
 INFERENCE = ("/v1/chat/completions", "/v1/completions", "/generate")
 OTHERS = ("/v1/models", "/v1/kv_policies", "/health", "/readiness", "/metrics")
 _METRICS_TIMEOUT_S = 5.0
@@ -45,29 +46,41 @@ def create_app(settings: Settings) -> FastAPI:
             finally:
                 await worker.stop()
 
-    app = FastAPI(title="sgl-kvc", lifespan=lifespan, openapi_url=None, exception_handlers=HANDLERS)
+    app = FastAPI(
+        title="sgl-kvc",
+        lifespan=lifespan,
+        openapi_url=None,
+        redirect_slashes=False,  # it would lead to whatever Host the client named
+        exception_handlers=HANDLERS,
+    )
     app.add_middleware(MetricsMiddleware, metrics=metrics, endpoints=(*INFERENCE, *OTHERS))
 
-    def forward(request: Request, content: bytes | None) -> Forward:
-        client, path = app.state.client, request.url.path
-        query = f"?{request.url.query}" if request.url.query else ""
-        upstream = client.build_request(
+    def forward(request: Request, path: str, content: bytes | None) -> Forward:
+        client = app.state.client
+        upstream = upstream_request(
+            client,
             request.method,
-            f"{app.state.worker.url()}{path}{query}",
-            content=content,
-            headers=request_headers(request.headers.raw),
+            app.state.worker.url(),
+            path,
+            request.scope["query_string"],
+            request_headers(request.headers.raw),
+            content,
         )
         return Forward(client, upstream, metrics, path)
 
-    async def infer(request: Request) -> Response:
-        body = await _json_object(request)
-        header = request.headers.getlist(knob.HEADER)
-        native = request.url.path == "/generate"
-        body = knob.place(body, header, native=native, settings=settings)
-        return forward(request, json.dumps(body).encode())
+    def infer(path: str) -> Endpoint:
+        native = path == "/generate"
+
+        async def endpoint(request: Request) -> Response:
+            body = await _json_object(request)
+            header = request.headers.getlist(knob.HEADER)
+            body = knob.place(body, header, native=native, settings=settings)
+            return forward(request, path, json.dumps(body).encode())
+
+        return endpoint
 
     async def models(request: Request) -> Response:
-        return forward(request, None)
+        return forward(request, "/v1/models", None)
 
     async def kv_policies() -> Response:
         return JSONResponse(catalogue())
@@ -86,8 +99,8 @@ def create_app(settings: Settings) -> FastAPI:
         return Response(metrics.render() + (theirs or b""), media_type=_TEXT)
 
     for path in INFERENCE:
-        app.add_api_route(path, infer, methods=["POST"])
-    others: tuple[Callable[..., Any], ...] = (models, kv_policies, health, readiness, metrics_text)
+        app.add_api_route(path, infer(path), methods=["POST"])
+    others: tuple[Endpoint, ...] = (models, kv_policies, health, readiness, metrics_text)
     for path, endpoint in zip(OTHERS, others, strict=True):
         app.add_api_route(path, endpoint, methods=["GET"])
     return app

@@ -137,7 +137,7 @@ async def _transport(_: Request, error: Exception) -> Response:
 
 async def _http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    path = request.url.path
+    path = request.scope["path"]  # request.url begins with a Host header that is the client's
     known = {404: ("unknown_url", f"there is no {path} here"),
              405: ("method_not_allowed", f"{path} does not take {request.method}")}  # fmt: skip
     code, message = known.get(error.status_code, (None, str(error.detail)))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator, Coroutine, Iterable
 from typing import Any
 
@@ -23,6 +24,9 @@ _HOP_BY_HOP = frozenset(
 _NOT_FORWARDED = _HOP_BY_HOP | {
     b"host", b"content-length", b"accept-encoding", b"expect", b"x-kv-compression-rate",
 }  # fmt: skip
+#: Far more than any parameter of a query needs; httpx and servers have limits of their own.
+MAX_QUERY_BYTES = 16384
+_TARGET = re.compile(rb"[\x21-\x7e]*")  # what RFC 9112 allows, and h11 sends
 
 Headers = list[tuple[bytes, bytes]]
 
@@ -37,6 +41,35 @@ def response_headers(raw: Iterable[tuple[bytes, bytes]]) -> Headers:
     """The worker's headers as the client should see them; our server adds date and framing."""
     dropped = _HOP_BY_HOP | {b"content-length", b"date", b"server"}
     return [(name.lower(), value) for name, value in raw if name.lower() not in dropped]
+
+
+def upstream_request(
+    client: httpx.AsyncClient,
+    method: str,
+    base: str,
+    path: str,
+    query: bytes,
+    headers: Headers,
+    content: bytes | None,
+) -> httpx.Request:
+    """A request to the worker at `base` for `path`, which is the route's and not the client's.
+
+    `query` goes along byte for byte: httpx would quote it again, and cut it at a ``#``.
+
+    Raises
+    ------
+    ApiError : 414 or 400 for a query that cannot be sent.
+    """
+    if len(query) > MAX_QUERY_BYTES:
+        limit = f"the query is longer than {MAX_QUERY_BYTES} bytes"
+        raise ApiError(414, f"{limit}; what is long belongs into the body", code="query_too_long")
+    if not _TARGET.fullmatch(query):
+        raise ApiError(400, "the query must be percent-encoded ASCII", code="invalid_query")
+    url = httpx.URL(f"{base}{path}")
+    target = url.raw_path + (b"?" + query if query else b"")
+    return client.build_request(
+        method, url, headers=headers, content=content, extensions={"target": target}
+    )
 
 
 class Forward(Response):

@@ -80,6 +80,15 @@ def head(status: int, *lines: str) -> bytes:
     return "\r\n".join([f"HTTP/1.1 {status} Said", *lines, "", ""]).encode()
 
 
+async def send_raw(client: httpx.AsyncClient, request: bytes) -> bytes:
+    """All that a server answers to `request`, sent as it is; httpx would mend or refuse it."""
+    reader, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
+    writer.write(request)
+    answer = await reader.read()
+    writer.close()
+    return answer
+
+
 @contextlib.asynccontextmanager
 async def stubbed() -> AsyncIterator[tuple[StubWorker, httpx.AsyncClient]]:
     """A stub, and a client of the gateway in front of it."""
