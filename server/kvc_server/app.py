@@ -14,21 +14,28 @@ from starlette.responses import JSONResponse, Response
 
 from kvc_server import knob
 from kvc_server.errors import HANDLERS, ApiError
+from kvc_server.launch import Program
 from kvc_server.metrics import Metrics, MetricsMiddleware
 from kvc_server.policies import catalogue
 from kvc_server.proxy import Forward, request_headers, upstream_request
 from kvc_server.settings import Settings
-from kvc_server.worker import LocalWorker, RemoteWorker, Worker
+from kvc_server.supervisor import LocalWorker, worker_program
+from kvc_server.worker import RemoteWorker, Worker
 
 Endpoint = Callable[..., Coroutine[Any, Any, Response]]
 INFERENCE = ("/v1/chat/completions", "/v1/completions", "/generate")
-OTHERS = ("/v1/models", "/v1/kv_policies", "/health", "/readiness", "/metrics")
+OTHERS = ("/v1/models", "/v1/kv_policies", "/live", "/health", "/readiness", "/metrics")
 _METRICS_TIMEOUT_S = 5.0
 _TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def create_app(settings: Settings) -> FastAPI:
-    """One gateway. Its worker is `app.state.worker` once the lifespan has begun."""
+def create_app(settings: Settings, program: Program | None = None) -> FastAPI:
+    """One gateway. Its worker is `app.state.worker` once the lifespan has begun.
+
+    Parameters
+    ----------
+    program : the worker to start where `settings` names none that runs; None is SGLang.
+    """
     metrics = Metrics()
 
     @asynccontextmanager
@@ -36,9 +43,9 @@ def create_app(settings: Settings) -> FastAPI:
         async with _client(settings) as client:
             worker: Worker
             if settings.worker_url is not None:
-                worker = RemoteWorker(settings.worker_url, client)
+                worker = RemoteWorker(settings.worker_url, client, settings.watch)
             else:
-                worker = LocalWorker(settings, client, metrics)
+                worker = LocalWorker(program or worker_program(settings), settings, client, metrics)
             app.state.client, app.state.worker = client, worker
             await worker.start()
             try:
@@ -85,22 +92,22 @@ def create_app(settings: Settings) -> FastAPI:
     async def kv_policies() -> Response:
         return JSONResponse(catalogue())
 
-    async def health() -> Response:
+    async def live() -> Response:
         return JSONResponse({"status": "ok"})
 
-    async def readiness() -> Response:
-        ready = await app.state.worker.healthy()
-        metrics.worker_up.set(ready)
+    async def health() -> Response:
+        ready = app.state.worker.ready
         return JSONResponse({"ready": ready}, 200 if ready else 503)
 
     async def metrics_text() -> Response:
         theirs = await _worker_metrics(app)
-        metrics.worker_up.set(theirs is not None)
+        metrics.worker_up.set(app.state.worker.ready)
+        metrics.probe_age.set(app.state.worker.probe_age)
         return Response(metrics.render() + (theirs or b""), media_type=_TEXT)
 
     for path in INFERENCE:
         app.add_api_route(path, infer(path), methods=["POST"])
-    others: tuple[Endpoint, ...] = (models, kv_policies, health, readiness, metrics_text)
+    others: tuple[Endpoint, ...] = (models, kv_policies, live, health, health, metrics_text)
     for path, endpoint in zip(OTHERS, others, strict=True):
         app.add_api_route(path, endpoint, methods=["GET"])
     return app

@@ -11,6 +11,7 @@ import sys
 import uvicorn
 
 from kvc_server.app import create_app
+from kvc_server.probe import Watch
 from kvc_server.settings import Settings, SettingsError
 from kvc_server.worker import WorkerFailed
 
@@ -42,6 +43,7 @@ def settings_of(options: argparse.Namespace, worker_args: tuple[str, ...]) -> Se
         max_rate=options.max_rate,
         connect_timeout=options.connect_timeout,
         read_timeout=options.read_timeout,
+        watch=Watch(start_timeout=options.start_timeout, hang_timeout=options.hang_timeout),
     )
 
 

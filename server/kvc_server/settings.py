@@ -6,6 +6,7 @@ import dataclasses
 import math
 from urllib.parse import urlsplit
 
+from kvc_server.probe import Watch
 from sgl_kvc.spec import MAX_RATE, SpecError, parse_rate
 
 OWNED_WORKER_OPTIONS = ("--host", "--port")
@@ -28,6 +29,7 @@ class Settings:
     max_rate : the ceiling; requests above it are refused.
     connect_timeout : seconds to reach the worker.
     read_timeout : seconds of silence from the worker before giving up; None waits forever.
+    watch : how the worker is watched.
     """
 
     worker_url: str | None = None
@@ -37,6 +39,7 @@ class Settings:
     max_rate: float = MAX_RATE
     connect_timeout: float = 5.0
     read_timeout: float | None = None
+    watch: Watch = dataclasses.field(default_factory=Watch)
 
     def __post_init__(self) -> None:
         """Raise SettingsError for the first option that cannot be used."""
@@ -57,8 +60,9 @@ class Settings:
                 )
         _check_rate("--max-rate", self.max_rate, MAX_RATE)
         _check_rate("--default-rate", self.default_rate, self.max_rate)
-        for option in ("connect_timeout", "read_timeout"):
-            seconds = getattr(self, option)
+        amounts = dataclasses.asdict(self.watch)
+        amounts |= {"connect_timeout": self.connect_timeout, "read_timeout": self.read_timeout}
+        for option, seconds in amounts.items():
             if seconds is not None and not (seconds > 0 and math.isfinite(seconds)):
                 name = "--" + option.replace("_", "-")
                 raise SettingsError(f"{name} must be a positive number of seconds (got {seconds})")

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import httpx
 import uvicorn
 from kvc_server.app import create_app
+from kvc_server.probe import HEALTH_PATH, LIVE_PATH
 from kvc_server.settings import Settings
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -16,8 +17,11 @@ from prometheus_client.parser import text_string_to_metric_families
 DROP, HANG = object(), object()
 
 
+PROBED = (LIVE_PATH.encode(), HEALTH_PATH.encode())
+
+
 class StubWorker:
-    """Answers every request with `parts`, sent one by one, and remembers what it was sent.
+    """Answers all but probes with `parts`, sent one by one, and remembers what it was sent.
 
     Attributes
     ----------
@@ -50,6 +54,10 @@ class StubWorker:
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError):
             lines = (await reader.readuntil(b"\r\n\r\n")).split(b"\r\n")[:-2]
+            if lines[0].split(b" ")[1] in PROBED:  # by the gateway itself, at any time
+                writer.write(head(200, "Content-Length: 0"))
+                writer.close()
+                return
             self.head, self.closed = lines, asyncio.Event()
             self.body = await reader.readexactly(int(self.header("content-length") or 0))
             for part in self.parts:
