@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
@@ -11,9 +10,12 @@ import httpx
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Scope
 
-from kvc_server import knob
+from kvc_server.admission import Admission
 from kvc_server.errors import HANDLERS, ApiError
+from kvc_server.inference import Inference
 from kvc_server.launch import Program
 from kvc_server.metrics import Metrics, MetricsMiddleware
 from kvc_server.policies import catalogue
@@ -60,34 +62,24 @@ def create_app(settings: Settings, program: Program | None = None) -> FastAPI:
         redirect_slashes=False,  # it would lead to whatever Host the client named
         exception_handlers=HANDLERS,
     )
+    app.state.admission = admission = Admission(settings.limits.max_in_flight)
     app.add_middleware(MetricsMiddleware, metrics=metrics, endpoints=(*INFERENCE, *OTHERS))
 
-    def forward(request: Request, path: str, content: bytes | None) -> Forward:
+    def forward(scope: Scope, path: str, content: bytes | None) -> Forward:
         client = app.state.client
         upstream = upstream_request(
             client,
-            request.method,
+            "GET" if content is None else "POST",
             app.state.worker.url(),
             path,
-            request.scope["query_string"],
-            request_headers(request.headers.raw),
+            scope["query_string"],
+            request_headers(scope["headers"]),
             content,
         )
         return Forward(client, upstream, metrics, path)
 
-    def infer(path: str) -> Endpoint:
-        native = path == "/generate"
-
-        async def endpoint(request: Request) -> Response:
-            body = await _json_object(request)
-            header = request.headers.getlist(knob.HEADER)
-            body = knob.place(body, header, native=native, settings=settings)
-            return forward(request, path, json.dumps(body).encode())
-
-        return endpoint
-
     async def models(request: Request) -> Response:
-        return forward(request, "/v1/models", None)
+        return forward(request.scope, "/v1/models", None)
 
     async def kv_policies() -> Response:
         return JSONResponse(catalogue())
@@ -96,7 +88,7 @@ def create_app(settings: Settings, program: Program | None = None) -> FastAPI:
         return JSONResponse({"status": "ok"})
 
     async def health() -> Response:
-        ready = app.state.worker.ready
+        ready = app.state.worker.ready and not admission.draining
         return JSONResponse({"ready": ready}, 200 if ready else 503)
 
     async def metrics_text() -> Response:
@@ -106,11 +98,23 @@ def create_app(settings: Settings, program: Program | None = None) -> FastAPI:
         return Response(metrics.render() + (theirs or b""), media_type=_TEXT)
 
     for path in INFERENCE:
-        app.add_api_route(path, infer(path), methods=["POST"])
+        endpoint = Inference(path, settings, admission, forward)
+        app.router.routes.append(Route(path, endpoint, methods=["POST"]))
+        app.add_api_route(path, _allowed("OPTIONS, POST"), methods=["OPTIONS"])
     others: tuple[Endpoint, ...] = (models, kv_policies, live, health, health, metrics_text)
-    for path, endpoint in zip(OTHERS, others, strict=True):
-        app.add_api_route(path, endpoint, methods=["GET"])
+    for path, answer in zip(OTHERS, others, strict=True):
+        app.add_api_route(path, answer, methods=["GET", "HEAD"])
+        app.add_api_route(path, _allowed("GET, HEAD, OPTIONS"), methods=["OPTIONS"])
     return app
+
+
+def _allowed(methods: str) -> Endpoint:
+    """What answers OPTIONS."""
+
+    async def options() -> Response:
+        return Response(status_code=204, headers={"Allow": methods})
+
+    return options
 
 
 def _client(settings: Settings) -> httpx.AsyncClient:
@@ -126,19 +130,6 @@ def _client(settings: Settings) -> httpx.AsyncClient:
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
         trust_env=False,
     )
-
-
-async def _json_object(request: Request) -> dict[str, Any]:
-    encoding = request.headers.get("content-encoding", "identity")
-    if encoding != "identity":
-        raise ApiError(415, f"send the body as plain JSON; Content-Encoding {encoding} is not read")
-    try:
-        body = json.loads(await request.body())
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
-    if not isinstance(body, dict):
-        raise ApiError(400, "the body must be a JSON object", code="invalid_json")
-    return body
 
 
 async def _worker_metrics(app: FastAPI) -> bytes | None:

@@ -8,8 +8,8 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 
+from kvc_server import serve_options
 from kvc_server.plan import PlanError
-from kvc_server.probe import Watch
 from kvc_server.settings import SettingsError
 from sgl_kvc import __version__
 from sgl_kvc.spec import MAX_RATE
@@ -111,10 +111,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         help="seconds to reach the worker (default: %(default)g)")  # fmt: skip
     add("--read-timeout", type=float, metavar="S",
         help="seconds of silence from the worker before giving up (default: never)")  # fmt: skip
-    add("--start-timeout", type=float, default=Watch.start_timeout, metavar="S",
-        help="seconds in which the worker has to be ready (default: %(default)g)")  # fmt: skip
-    add("--hang-timeout", type=float, metavar="S", default=Watch.hang_timeout,
-        help="seconds a silent worker is given until a restart (default: %(default)g)")  # fmt: skip
+    serve_options.add(parser)
     add("--log-level", choices=LOG_LEVELS, default="info")
     parser.set_defaults(run=_lazily("kvc_server.serve"))
 

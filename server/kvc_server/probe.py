@@ -15,6 +15,7 @@ LIVE_PATH = "/v1/models"
 #: Goes through the engine. SGLang answers 503 when that says nothing for 20 s.
 HEALTH_PATH = "/health"
 HEALTH_TIMEOUT_S = 25.0
+AGENT = "sgl-kvc-probe"
 _UNHEALTHY_INTERVAL_S = 0.5
 
 
@@ -90,5 +91,7 @@ class Probe:
         """The status of one answer; None if there was none within `timeout` seconds."""
         # not asyncio.wait_for: before Python 3.12 it may swallow a cancellation
         with contextlib.suppress(httpx.HTTPError), anyio.move_on_after(timeout):
-            return (await self._client.get(f"{self._url}{path}", timeout=timeout)).status_code
+            url = f"{self._url}{path}"
+            answer = await self._client.get(url, timeout=timeout, headers={"User-Agent": AGENT})
+            return answer.status_code
         return None

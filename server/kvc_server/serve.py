@@ -11,7 +11,8 @@ import sys
 import uvicorn
 
 from kvc_server.app import create_app
-from kvc_server.probe import Watch
+from kvc_server.serve_options import limits_of, watch_of
+from kvc_server.serving import Server
 from kvc_server.settings import Settings, SettingsError
 from kvc_server.worker import WorkerFailed
 
@@ -20,7 +21,6 @@ log = logging.getLogger(__name__)
 EMBEDDED_NAME = "recall"
 #: A pool of 256 MiB. SGLang would take most of the memory, and on a CPU clear it page by page.
 EMBEDDED_ARGS = ("--served-model-name", EMBEDDED_NAME, "--max-total-tokens", "65536")
-_DRAIN_S = 5  # how long a stop waits for answers in flight
 
 
 def run(options: argparse.Namespace, worker_args: tuple[str, ...]) -> int:
@@ -43,7 +43,8 @@ def settings_of(options: argparse.Namespace, worker_args: tuple[str, ...]) -> Se
         max_rate=options.max_rate,
         connect_timeout=options.connect_timeout,
         read_timeout=options.read_timeout,
-        watch=Watch(start_timeout=options.start_timeout, hang_timeout=options.hang_timeout),
+        limits=limits_of(options),
+        watch=watch_of(options),
     )
 
 
@@ -58,14 +59,15 @@ def embedded_model(worker_args: tuple[str, ...]) -> tuple[str, tuple[str, ...]]:
 
 async def _serve(settings: Settings, listener: socket.socket, options: argparse.Namespace) -> int:
     app = create_app(settings)
-    server = uvicorn.Server(
+    server = Server(
         uvicorn.Config(
             app,
             log_level=options.log_level,
             access_log=options.log_level == "debug",
             log_config=None,
-            timeout_graceful_shutdown=_DRAIN_S,
-        )
+        ),
+        app.state.admission,
+        settings.limits,
     )
     failures: list[WorkerFailed] = []
 

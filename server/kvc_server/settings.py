@@ -6,6 +6,7 @@ import dataclasses
 import math
 from urllib.parse import urlsplit
 
+from kvc_server.limits import Limits
 from kvc_server.probe import Watch
 from sgl_kvc.spec import MAX_RATE, SpecError, parse_rate
 
@@ -29,6 +30,7 @@ class Settings:
     max_rate : the ceiling; requests above it are refused.
     connect_timeout : seconds to reach the worker.
     read_timeout : seconds of silence from the worker before giving up; None waits forever.
+    limits : what a client may cost before its request begins, and how long a stop waits.
     watch : how the worker is watched.
     """
 
@@ -39,6 +41,7 @@ class Settings:
     max_rate: float = MAX_RATE
     connect_timeout: float = 5.0
     read_timeout: float | None = None
+    limits: Limits = dataclasses.field(default_factory=Limits)
     watch: Watch = dataclasses.field(default_factory=Watch)
 
     def __post_init__(self) -> None:
@@ -60,7 +63,11 @@ class Settings:
                 )
         _check_rate("--max-rate", self.max_rate, MAX_RATE)
         _check_rate("--default-rate", self.default_rate, self.max_rate)
-        amounts = dataclasses.asdict(self.watch)
+        amounts = dataclasses.asdict(self.limits) | dataclasses.asdict(self.watch)
+        for option in ("max_body", "max_in_flight"):
+            if (amount := amounts.pop(option)) < 1:
+                name = "--" + option.replace("_", "-")
+                raise SettingsError(f"{name} must be a positive number (got {amount})")
         amounts |= {"connect_timeout": self.connect_timeout, "read_timeout": self.read_timeout}
         for option, seconds in amounts.items():
             if seconds is not None and not (seconds > 0 and math.isfinite(seconds)):

@@ -5,19 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import httpx
 import uvicorn
 from kvc_server.app import create_app
-from kvc_server.probe import HEALTH_PATH, LIVE_PATH
+from kvc_server.limits import Limits
+from kvc_server.probe import AGENT
+from kvc_server.serving import Server
 from kvc_server.settings import Settings
 from prometheus_client.parser import text_string_to_metric_families
 
 #: In an answer: close the connection here, or say nothing more until the other side closes it.
 DROP, HANG = object(), object()
-
-
-PROBED = (LIVE_PATH.encode(), HEALTH_PATH.encode())
 
 
 class StubWorker:
@@ -54,7 +54,7 @@ class StubWorker:
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError):
             lines = (await reader.readuntil(b"\r\n\r\n")).split(b"\r\n")[:-2]
-            if lines[0].split(b" ")[1] in PROBED:  # by the gateway itself, at any time
+            if f"User-Agent: {AGENT}".encode() in lines:  # from the gateway itself, at any time
                 writer.write(head(200, "Content-Length: 0"))
                 writer.close()
                 return
@@ -98,13 +98,16 @@ async def send_raw(client: httpx.AsyncClient, request: bytes) -> bytes:
 
 
 @contextlib.asynccontextmanager
-async def stubbed() -> AsyncIterator[tuple[StubWorker, httpx.AsyncClient]]:
-    """A stub, and a client of the gateway in front of it."""
+async def stubbed(**options: Any) -> AsyncIterator[tuple[StubWorker, httpx.AsyncClient]]:
+    """A stub, and a client of the gateway in front of it, which has `options` as its settings."""
     worker = StubWorker()
     async with await asyncio.start_server(worker.serve, "127.0.0.1", 0) as listening:
         worker.port = listening.sockets[0].getsockname()[1]
-        app = create_app(Settings(worker_url=f"http://127.0.0.1:{worker.port}"))
-        server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+        options = {"limits": Limits(drain_timeout=1)} | options
+        settings = Settings(worker_url=f"http://127.0.0.1:{worker.port}", **options)
+        app = create_app(settings)
+        config = uvicorn.Config(app, port=0, log_level="error")
+        server = Server(config, app.state.admission, settings.limits)
         running = asyncio.create_task(server.serve())
         while not server.started:
             await asyncio.sleep(0.005)
@@ -118,11 +121,11 @@ async def stubbed() -> AsyncIterator[tuple[StubWorker, httpx.AsyncClient]]:
 Scenario = Callable[[StubWorker, httpx.AsyncClient], Awaitable[None]]
 
 
-def play(scenario: Scenario) -> None:
+def play(scenario: Scenario, **options: Any) -> None:
     """Run `scenario` against a gateway and a stub worker."""
 
     async def stage() -> None:
-        async with stubbed() as (worker, client):
+        async with stubbed(**options) as (worker, client):
             await asyncio.wait_for(scenario(worker, client), 30)
 
     asyncio.run(stage())
