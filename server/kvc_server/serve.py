@@ -11,7 +11,7 @@ import sys
 import uvicorn
 
 from kvc_server.app import create_app
-from kvc_server.serve_options import limits_of, watch_of
+from kvc_server.serve_options import knob_limits_of, limits_of, watch_of
 from kvc_server.serving import Server
 from kvc_server.settings import Settings, SettingsError
 from kvc_server.worker import WorkerFailed
@@ -44,6 +44,7 @@ def settings_of(options: argparse.Namespace, worker_args: tuple[str, ...]) -> Se
         connect_timeout=options.connect_timeout,
         read_timeout=options.read_timeout,
         limits=limits_of(options),
+        knob_limits=knob_limits_of(options),
         watch=watch_of(options),
     )
 

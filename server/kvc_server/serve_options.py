@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 
+from kvc_server.knob_limits import KnobLimits
 from kvc_server.limits import MIB, Limits
 from kvc_server.probe import Watch
 
@@ -14,6 +15,10 @@ _OPTIONS = (  # name, its default and unit, what it is
     ("--header-timeout", Limits.header_timeout, "S", "seconds for a request's headers"),
     ("--body-timeout", Limits.body_timeout, "S", "seconds for a request's body"),
     ("--max-body", Limits.max_body // MIB, "MIB", "largest body of a request, in MiB"),
+    ("--max-window", KnobLimits.max_window, "N", "largest window a request may ask for"),
+    ("--min-budget", KnobLimits.min_budget, "N", "least budget a request may ask for"),
+    ("--min-recompress-every", KnobLimits.min_recompress_every, "N", "its least recompress_every"),
+    ("--min-rate", KnobLimits.min_rate, "RATE", "lowest rate a request may ask for"),
     ("--max-in-flight", Limits.max_in_flight, "N", "requests at once; more are told to wait"),
 )
 
@@ -25,6 +30,27 @@ def add(parser: argparse.ArgumentParser) -> None:
             name, type=type(default), default=default, metavar=unit,
             help=f"{about} (default: %(default)g)",
         )  # fmt: skip
+    add = parser.add_argument
+    add("--policies", metavar="NAMES",
+        help="the policies that may be asked for, by commas (default: all)")  # fmt: skip
+    add("--no-all-queries", action="store_true",
+        help="refuse policies that take nothing from the prefix cache")  # fmt: skip
+    add("--force-rate", type=float, metavar="RATE",
+        help="the rate of every request, whatever it asks for")  # fmt: skip
+
+
+def knob_limits_of(options: argparse.Namespace) -> KnobLimits:
+    """What requests may ask for."""
+    names = options.policies
+    return KnobLimits(
+        policies=None if names is None else frozenset(name.strip() for name in names.split(",")),
+        all_queries=not options.no_all_queries,
+        max_window=options.max_window,
+        min_budget=options.min_budget,
+        min_recompress_every=options.min_recompress_every,
+        min_rate=options.min_rate,
+        force_rate=options.force_rate,
+    )
 
 
 def limits_of(options: argparse.Namespace) -> Limits:
