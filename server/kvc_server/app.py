@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -11,24 +10,36 @@ import httpx
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Scope
 
-from kvc_server import knob
+from kvc_server.admission import Admission
 from kvc_server.errors import HANDLERS, ApiError
+from kvc_server.inference import Inference
+from kvc_server.launch import Program
+from kvc_server.limits import read_body
 from kvc_server.metrics import Metrics, MetricsMiddleware
 from kvc_server.policies import catalogue
-from kvc_server.proxy import Forward, request_headers
+from kvc_server.proxy import Forward, request_headers, upstream_request
 from kvc_server.settings import Settings
-from kvc_server.worker import LocalWorker, RemoteWorker, Worker
+from kvc_server.supervisor import LocalWorker, worker_program
+from kvc_server.worker import RemoteWorker, Worker
 
+Endpoint = Callable[..., Coroutine[Any, Any, Response]]
 INFERENCE = ("/v1/chat/completions", "/v1/completions", "/generate")
 TOKENIZE = "/v1/tokenize"
-OTHERS = ("/v1/models", "/v1/kv_policies", "/health", "/readiness", "/metrics")
+OTHERS = ("/v1/models", "/v1/kv_policies", "/live", "/health", "/readiness", "/metrics")
 _METRICS_TIMEOUT_S = 5.0
 _TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
 
-def create_app(settings: Settings) -> FastAPI:
-    """One gateway. Its worker is `app.state.worker` once the lifespan has begun."""
+def create_app(settings: Settings, program: Program | None = None) -> FastAPI:
+    """One gateway. Its worker is `app.state.worker` once the lifespan has begun.
+
+    Parameters
+    ----------
+    program : the worker to start where `settings` names none that runs; None is SGLang.
+    """
     metrics = Metrics()
 
     @asynccontextmanager
@@ -36,9 +47,9 @@ def create_app(settings: Settings) -> FastAPI:
         async with _client(settings) as client:
             worker: Worker
             if settings.worker_url is not None:
-                worker = RemoteWorker(settings.worker_url, client)
+                worker = RemoteWorker(settings.worker_url, client, settings.watch)
             else:
-                worker = LocalWorker(settings, client, metrics)
+                worker = LocalWorker(program or worker_program(settings), settings, client, metrics)
             app.state.client, app.state.worker = client, worker
             await worker.start()
             try:
@@ -46,57 +57,73 @@ def create_app(settings: Settings) -> FastAPI:
             finally:
                 await worker.stop()
 
-    app = FastAPI(title="sgl-kvc", lifespan=lifespan, openapi_url=None, exception_handlers=HANDLERS)
+    app = FastAPI(
+        title="sgl-kvc",
+        lifespan=lifespan,
+        openapi_url=None,
+        redirect_slashes=False,  # it would lead to whatever Host the client named
+        exception_handlers=HANDLERS,
+    )
+    app.state.admission = admission = Admission(settings.limits.max_in_flight)
     endpoints = (*INFERENCE, TOKENIZE, *OTHERS)
     app.add_middleware(MetricsMiddleware, metrics=metrics, endpoints=endpoints)
 
-    def forward(request: Request, content: bytes | None) -> Forward:
-        client, path = app.state.client, request.url.path
-        query = f"?{request.url.query}" if request.url.query else ""
-        upstream = client.build_request(
-            request.method,
-            f"{app.state.worker.url()}{path}{query}",
-            content=content,
-            headers=request_headers(request.headers.raw),
+    def forward(scope: Scope, path: str, content: bytes | None) -> Forward:
+        client = app.state.client
+        upstream = upstream_request(
+            client,
+            "GET" if content is None else "POST",
+            app.state.worker.url(),
+            path,
+            scope["query_string"],
+            request_headers(scope["headers"]),
+            content,
         )
         return Forward(client, upstream, metrics, path)
 
-    async def infer(request: Request) -> Response:
-        body = await _json_object(request)
-        header = request.headers.getlist(knob.HEADER)
-        native = request.url.path == "/generate"
-        body = knob.place(body, header, native=native, settings=settings)
-        return forward(request, json.dumps(body).encode())
-
     async def models(request: Request) -> Response:
-        return forward(request, None)
+        return forward(request.scope, "/v1/models", None)
 
     async def tokenize(request: Request) -> Response:
-        return forward(request, json.dumps(await _json_object(request)).encode())
+        body = await read_body(request.headers, request.receive, settings.limits)
+        return forward(request.scope, TOKENIZE, bytes(body))
 
     async def kv_policies() -> Response:
         return JSONResponse(catalogue())
 
-    async def health() -> Response:
+    async def live() -> Response:
         return JSONResponse({"status": "ok"})
 
-    async def readiness() -> Response:
-        ready = await app.state.worker.healthy()
-        metrics.worker_up.set(ready)
+    async def health() -> Response:
+        ready = app.state.worker.ready and not admission.draining
         return JSONResponse({"ready": ready}, 200 if ready else 503)
 
     async def metrics_text() -> Response:
         theirs = await _worker_metrics(app)
-        metrics.worker_up.set(theirs is not None)
+        metrics.worker_up.set(app.state.worker.ready)
+        metrics.probe_age.set(app.state.worker.probe_age)
         return Response(metrics.render() + (theirs or b""), media_type=_TEXT)
 
     for path in INFERENCE:
-        app.add_api_route(path, infer, methods=["POST"])
+        endpoint = Inference(path, settings, admission, forward)
+        app.router.routes.append(Route(path, endpoint, methods=["POST"]))
+        app.add_api_route(path, _allowed("OPTIONS, POST"), methods=["OPTIONS"])
     app.add_api_route(TOKENIZE, tokenize, methods=["POST"])
-    others: tuple[Callable[..., Any], ...] = (models, kv_policies, health, readiness, metrics_text)
-    for path, endpoint in zip(OTHERS, others, strict=True):
-        app.add_api_route(path, endpoint, methods=["GET"])
+    app.add_api_route(TOKENIZE, _allowed("OPTIONS, POST"), methods=["OPTIONS"])
+    others: tuple[Endpoint, ...] = (models, kv_policies, live, health, health, metrics_text)
+    for path, answer in zip(OTHERS, others, strict=True):
+        app.add_api_route(path, answer, methods=["GET", "HEAD"])
+        app.add_api_route(path, _allowed("GET, HEAD, OPTIONS"), methods=["OPTIONS"])
     return app
+
+
+def _allowed(methods: str) -> Endpoint:
+    """What answers OPTIONS."""
+
+    async def options() -> Response:
+        return Response(status_code=204, headers={"Allow": methods})
+
+    return options
 
 
 def _client(settings: Settings) -> httpx.AsyncClient:
@@ -112,19 +139,6 @@ def _client(settings: Settings) -> httpx.AsyncClient:
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
         trust_env=False,
     )
-
-
-async def _json_object(request: Request) -> dict[str, Any]:
-    encoding = request.headers.get("content-encoding", "identity")
-    if encoding != "identity":
-        raise ApiError(415, f"send the body as plain JSON; Content-Encoding {encoding} is not read")
-    try:
-        body = json.loads(await request.body())
-    except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is not valid JSON: {error}", code="invalid_json") from None
-    if not isinstance(body, dict):
-        raise ApiError(400, "the body must be a JSON object", code="invalid_json")
-    return body
 
 
 async def _worker_metrics(app: FastAPI) -> bytes | None:

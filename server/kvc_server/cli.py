@@ -8,6 +8,7 @@ import logging
 import sys
 from collections.abc import Callable, Sequence
 
+from kvc_server import serve_options
 from kvc_server.embedded import add_option
 from kvc_server.plan import PlanError
 from kvc_server.settings import SettingsError
@@ -112,6 +113,7 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
         help="seconds to reach the worker (default: %(default)g)")  # fmt: skip
     add("--read-timeout", type=float, metavar="S",
         help="seconds of silence from the worker before giving up (default: never)")  # fmt: skip
+    serve_options.add(parser)
     add("--log-level", choices=LOG_LEVELS, default="info")
     parser.set_defaults(run=_lazily("kvc_server.serve"))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import json
 import re
 from collections.abc import Callable, Coroutine, Iterable, Mapping
@@ -10,7 +11,7 @@ from typing import Any
 
 import httpx
 from starlette.exceptions import HTTPException
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from sgl_kvc.spec import CUSTOM_PARAM
@@ -24,6 +25,8 @@ _VALIDATION = re.compile(  # SGLang's text for a body that FastAPI refused
     r"'msg': (?P<msg>'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\")"
 )
 _MESSAGE_LIMIT = 4000
+_TOLD = re.compile(r"retry-after(-ms)?|www-authenticate|x-request-id|x-ratelimit-[\w-]+")
+_NONE: Mapping[str, str] = {}
 
 
 class ApiError(Exception):
@@ -45,6 +48,11 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.headers = dict(headers or {})
+
+    def __reduce__(self) -> Any:
+        """Exceptions are otherwise pickled as their positional arguments."""
+        options = {name: getattr(self, name) for name in ("param", "code", "headers")}
+        return functools.partial(ApiError, **options), (self.status, self.message)
 
     def to_json(self) -> bytes:
         """The body. ASCII only, so that a stray surrogate in a message cannot break it."""
@@ -83,16 +91,17 @@ def from_transport(error: httpx.HTTPError) -> ApiError:
     )
 
 
-def from_worker(status: int, body: bytes) -> ApiError:
+def from_worker(status: int, body: bytes, headers: Mapping[str, str] = _NONE) -> ApiError:
     """An error response of the worker, in whichever of its shapes, with its own status."""
     try:
-        return from_worker_json(status, json.loads(body))
+        return from_worker_json(status, json.loads(body), headers)
     except (ValueError, RecursionError):
         text = body.decode(errors="replace").strip()
-        return ApiError(status, text[:_MESSAGE_LIMIT] or f"the worker answered {status}")
+        message = text[:_MESSAGE_LIMIT] or f"the worker answered {status}"
+        return ApiError(status, message, headers=_kept(headers))
 
 
-def from_worker_json(status: int, content: Any) -> ApiError:
+def from_worker_json(status: int, content: Any, headers: Mapping[str, str] = _NONE) -> ApiError:
     """Like `from_worker`, for parsed JSON.
 
     Shapes seen: SGLang's ``{"object": "error", "message", "type", "param", "code"}`` and
@@ -100,7 +109,7 @@ def from_worker_json(status: int, content: Any) -> ApiError:
     """
     error = content.get("error", content) if isinstance(content, dict) else content
     if not isinstance(error, dict):
-        return ApiError(status, str(error)[:_MESSAGE_LIMIT])
+        return ApiError(status, str(error)[:_MESSAGE_LIMIT], headers=_kept(headers))
     message, param, code = error.get("message"), error.get("param"), error.get("code")
     detail = error.get("detail")
     if message is None and isinstance(detail, list) and detail and isinstance(detail[0], dict):
@@ -116,7 +125,13 @@ def from_worker_json(status: int, content: Any) -> ApiError:
         message,
         param=param if isinstance(param, str) else None,
         code=code if isinstance(code, str) and not code.isdigit() else None,
+        headers=_kept(headers),
     )
+
+
+def _kept(headers: Mapping[str, str]) -> dict[str, str]:
+    """Of an error's headers, those that tell the client what to do, or which request it was."""
+    return {name: value for name, value in headers.items() if _TOLD.fullmatch(name.lower())}
 
 
 def _invalid(path: Iterable[Any], problem: Any) -> tuple[str | None, str]:
@@ -137,11 +152,16 @@ async def _transport(_: Request, error: Exception) -> Response:
 
 async def _http(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    path = request.url.path
+    path = request.scope["path"]  # request.url begins with a Host header that is the client's
     known = {404: ("unknown_url", f"there is no {path} here"),
              405: ("method_not_allowed", f"{path} does not take {request.method}")}  # fmt: skip
     code, message = known.get(error.status_code, (None, str(error.detail)))
     return ApiError(error.status_code, message, code=code, headers=error.headers).to_response()
+
+
+async def _client_left(_: Request, error: Exception) -> Response:
+    """Nobody reads this; it is what metrics count."""
+    return ApiError(499, "the client left").to_response()
 
 
 async def _bug(_: Request, error: Exception) -> Response:
@@ -154,5 +174,6 @@ HANDLERS: dict[int | type[Exception], Handler] = {
     ApiError: _api_error,
     httpx.HTTPError: _transport,
     HTTPException: _http,
+    ClientDisconnect: _client_left,
     Exception: _bug,
 }

@@ -73,13 +73,16 @@ def _with_knob(
             raise _bad(where, f"{where}: the rate is given twice; leave this one out")
         given = _validated(custom[CUSTOM_PARAM], where, settings)
     if given is None:
-        given = OFF if settings.default_rate == 1 else {"rate": settings.default_rate}
+        limits = settings.knob_limits
+        rate = limits.force_rate or max(settings.default_rate, limits.min_rate)
+        given = OFF if rate == 1 else {"rate": rate}
     return holder | {"custom_params": custom | {CUSTOM_PARAM: given}}
 
 
 def _validated(knob: Any, where: str, settings: Settings) -> dict[str, Any]:
     try:
         spec: CompressionSpec = parse(knob, max_rate=settings.max_rate)
+        spec = settings.knob_limits.check(spec)
     except SpecError as error:
         field = where if where == HEADER else error.at(where)
         raise _bad(field, f"{field}: {error.problem}") from None

@@ -115,9 +115,7 @@ class Server:
     def async_client(self, timeout: float = 300) -> httpx.AsyncClient:
         """A client that opens as many connections as it is asked for."""
         limits = httpx.Limits(max_connections=None)
-        return httpx.AsyncClient(
-            base_url=self.url, timeout=timeout, limits=limits, trust_env=False
-        )
+        return httpx.AsyncClient(base_url=self.url, timeout=timeout, limits=limits, trust_env=False)
 
     def _failed(self, what: str) -> LaunchFailed:
         end = self.log_end()

@@ -58,6 +58,10 @@ class Metrics:
         self.worker_up = Gauge(
             "kvc_worker_up", "1 when the worker answers its health check.", registry=registry
         )
+        self.probe_age = Gauge(
+            "kvc_worker_probe_age_seconds", "Since the worker last answered a probe.",
+            registry=registry,
+        )  # fmt: skip
         self._reasons: set[str] = set()
 
     def observe_result(self, result: Any) -> None:

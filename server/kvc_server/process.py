@@ -7,6 +7,7 @@ import collections
 import contextlib
 import sys
 import tempfile
+import time
 from collections.abc import Sequence
 
 import psutil
@@ -16,6 +17,7 @@ from kvc_server.launch import child_options, how_ended, kill_group
 _KEPT_LINES = 400
 _ENGINE_PREFIX = "sglang::"  # SGLang names its schedulers and detokenizers so
 _LOOK_INTERVAL_S = 0.25
+_GONE = (None, psutil.STATUS_ZOMBIE)
 
 
 class WorkerProcess:
@@ -32,6 +34,7 @@ class WorkerProcess:
         self._process = process
         self._metrics_dir = metrics_dir
         self._lines: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
+        self._stopped_since: float | None = None
         self._log = asyncio.create_task(self._pass_log_on())
 
     @classmethod
@@ -55,6 +58,11 @@ class WorkerProcess:
         """Wait for the HTTP server's process to end; how it ended."""
         return how_ended(await self._process.wait())
 
+    @property
+    def stopped_s(self) -> float:
+        """Seconds for which `wait_broken` has seen one of its processes stopped (SIGSTOP)."""
+        return 0.0 if self._stopped_since is None else time.monotonic() - self._stopped_since
+
     async def wait_broken(self) -> str:
         """Wait until a process that serving needs has ended; which one, and how it is known.
 
@@ -62,12 +70,18 @@ class WorkerProcess:
         requests that wait for it. Call this when the worker is ready: all its processes run.
         """
         engine = self._engine_processes()
+        itself = psutil.Process(self._process.pid)
         server = asyncio.create_task(self.wait())
         try:
             while not server.done():
-                for name, process in engine.items():
-                    if not _alive(process):
+                states = {name: _state(process) for name, process in engine.items()}
+                for name, state in states.items():
+                    if state in _GONE:
                         return f"{name} is gone"
+                if psutil.STATUS_STOPPED not in (*states.values(), _state(itself)):
+                    self._stopped_since = None
+                elif self._stopped_since is None:
+                    self._stopped_since = time.monotonic()
                 await asyncio.wait({server}, timeout=_LOOK_INTERVAL_S)
             return server.result()
         finally:
@@ -112,8 +126,9 @@ class WorkerProcess:
         sys.stderr.flush()
 
 
-def _alive(process: psutil.Process) -> bool:
+def _state(process: psutil.Process) -> str | None:
+    """psutil's status of a process, None if it is gone."""
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return process.status() if process.is_running() else None
     except psutil.Error:
-        return False
+        return None

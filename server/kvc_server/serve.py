@@ -12,12 +12,13 @@ import uvicorn
 
 from kvc_server.app import create_app
 from kvc_server.embedded import RECALL, embedded_model
+from kvc_server.serve_options import knob_limits_of, limits_of, watch_of
+from kvc_server.serving import Server
 from kvc_server.settings import Settings, SettingsError
 from kvc_server.worker import WorkerFailed
 
 log = logging.getLogger(__name__)
 
-_DRAIN_S = 5  # how long a stop waits for answers in flight
 
 
 def run(options: argparse.Namespace, worker_args: tuple[str, ...]) -> int:
@@ -42,19 +43,23 @@ def settings_of(options: argparse.Namespace, worker_args: tuple[str, ...]) -> Se
         max_rate=options.max_rate,
         connect_timeout=options.connect_timeout,
         read_timeout=options.read_timeout,
+        limits=limits_of(options),
+        knob_limits=knob_limits_of(options),
+        watch=watch_of(options),
     )
 
 
 async def _serve(settings: Settings, listener: socket.socket, options: argparse.Namespace) -> int:
     app = create_app(settings)
-    server = uvicorn.Server(
+    server = Server(
         uvicorn.Config(
             app,
             log_level=options.log_level,
             access_log=options.log_level == "debug",
             log_config=None,
-            timeout_graceful_shutdown=_DRAIN_S,
-        )
+        ),
+        app.state.admission,
+        settings.limits,
     )
     failures: list[WorkerFailed] = []
 

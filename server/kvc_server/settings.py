@@ -6,7 +6,10 @@ import dataclasses
 import math
 from urllib.parse import urlsplit
 
-from sgl_kvc.spec import MAX_RATE, SpecError, parse_rate
+from kvc_server.knob_limits import KnobLimits, default_allowed
+from kvc_server.limits import Limits
+from kvc_server.probe import Watch
+from sgl_kvc.spec import DEFAULT_POLICY, MAX_RATE, SpecError, parse, parse_rate
 
 OWNED_WORKER_OPTIONS = ("--host", "--port")
 
@@ -28,6 +31,9 @@ class Settings:
     max_rate : the ceiling; requests above it are refused.
     connect_timeout : seconds to reach the worker.
     read_timeout : seconds of silence from the worker before giving up; None waits forever.
+    limits : what a client may cost before its request begins, and how long a stop waits.
+    knob_limits : what requests may ask for besides.
+    watch : how the worker is watched.
     """
 
     worker_url: str | None = None
@@ -37,6 +43,9 @@ class Settings:
     max_rate: float = MAX_RATE
     connect_timeout: float = 5.0
     read_timeout: float | None = None
+    limits: Limits = dataclasses.field(default_factory=Limits)
+    knob_limits: KnobLimits = dataclasses.field(default_factory=KnobLimits)
+    watch: Watch = dataclasses.field(default_factory=Watch)
 
     def __post_init__(self) -> None:
         """Raise SettingsError for the first option that cannot be used."""
@@ -57,8 +66,23 @@ class Settings:
                 )
         _check_rate("--max-rate", self.max_rate, MAX_RATE)
         _check_rate("--default-rate", self.default_rate, self.max_rate)
-        for option in ("connect_timeout", "read_timeout"):
-            seconds = getattr(self, option)
+        knob = self.knob_limits
+        _check_rate("--min-rate", knob.min_rate, self.max_rate)
+        if knob.force_rate is not None:
+            _check_rate("--force-rate", knob.force_rate, self.max_rate)
+        if not default_allowed(knob):
+            raise SettingsError(
+                f"--policies must name {DEFAULT_POLICY}: requests that name none use it"
+            )
+        for name in knob.policies or ():
+            _check_policy(name)
+        amounts = dataclasses.asdict(self.limits) | dataclasses.asdict(self.watch)
+        for option in ("max_body", "max_in_flight"):
+            if (amount := amounts.pop(option)) < 1:
+                name = "--" + option.replace("_", "-")
+                raise SettingsError(f"{name} must be a positive number (got {amount})")
+        amounts |= {"connect_timeout": self.connect_timeout, "read_timeout": self.read_timeout}
+        for option, seconds in amounts.items():
             if seconds is not None and not (seconds > 0 and math.isfinite(seconds)):
                 name = "--" + option.replace("_", "-")
                 raise SettingsError(f"{name} must be a positive number of seconds (got {seconds})")
@@ -72,6 +96,15 @@ def _check_url(url: str) -> None:
         usable = False
     if not usable:
         raise SettingsError(f"--worker-url must look like http://host:30000 (got {url!r})")
+
+
+def _check_policy(name: str) -> None:
+    scorer, plus, apportioner = name.partition("+")
+    asked = {"scorer": scorer, "apportioner": apportioner} if plus else {"policy": name}
+    try:
+        parse({"rate": 1, **asked})
+    except SpecError as error:
+        raise SettingsError(f"--policies: {name}: {error.problem}") from None
 
 
 def _check_rate(option: str, rate: float, max_rate: float) -> None:

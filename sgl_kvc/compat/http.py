@@ -27,7 +27,7 @@ async def generate_request(original, manager, obj, request=None) -> AsyncIterato
             report = _take_report(item.get("meta_info", {}))
             if report is not None:
                 item[CUSTOM_PARAM] = report
-                obj.kvc_report = report
+        _remember(obj, response)
         yield response
 
 
@@ -37,7 +37,7 @@ async def non_streaming(original, serving, adapted, request, raw_request) -> Any
     from pydantic import BaseModel
 
     response = await original(serving, adapted, request, raw_request)
-    report = getattr(adapted, "kvc_report", None)
+    report = _report(adapted)
     if report is None or not isinstance(response, BaseModel):
         return response
     return JSONResponse(response.model_dump(mode="json") | {CUSTOM_PARAM: report})
@@ -47,14 +47,14 @@ async def stream(original, serving, adapted, request, raw_request) -> AsyncItera
     """The SSE generators of the OpenAI endpoints: add the report to the last chunk.
 
     Chunks pass at once; only the one before ``[DONE]`` could have to wait, and which one
-    that is shows when the report is there: it arrives with the request's last token.
+    that is shows when a report is there: it arrives with its choice's last token.
     """
     held: str | None = None
     async for chunk in original(serving, adapted, request, raw_request):
         if held is not None:
-            yield held if chunk != _DONE else _with_report(held, adapted.kvc_report)
+            yield held if chunk != _DONE else _with_report(held, _report(adapted))
             held = None
-        if chunk != _DONE and getattr(adapted, "kvc_report", None) is not None:
+        if chunk != _DONE and _report(adapted) is not None:
             held = chunk
         else:
             yield chunk
@@ -78,7 +78,29 @@ def _take_report(meta_info: dict) -> dict | None:
     return next((value for value in reversed(values or []) if value is not None), None)
 
 
-def _with_report(chunk: str, report: dict) -> str:
+def _remember(obj: Any, response: Any) -> None:
+    """Keep the reports of a request's choices on it, by their index, for the OpenAI endpoints."""
+    reports = obj.__dict__.setdefault("kvc_reports", {})
+    if isinstance(response, list):  # of a batch, whole
+        reports.update((index, item.get(CUSTOM_PARAM)) for index, item in enumerate(response))
+    elif response.get(CUSTOM_PARAM) is not None:
+        reports[response.get("index", 0)] = response[CUSTOM_PARAM]
+
+
+def _report(obj: Any) -> dict | list | None:
+    """What a response tells: the only choice's report, or a list of every choice's; None if none.
+
+    Several choices are those of ``n``, of a list of prompts, or of both.
+    """
+    reports = getattr(obj, "kvc_reports", {})
+    if all(report is None for report in reports.values()):
+        return None
+    choices = obj.batch_size * getattr(obj, "parallel_sample_num", 1)
+    told = [reports.get(index) for index in range(choices)]
+    return told if choices > 1 else told[0]
+
+
+def _with_report(chunk: str, report: dict | list | None) -> str:
     body = json.loads(chunk.removeprefix("data: "))
     return f"data: {json.dumps(body | {CUSTOM_PARAM: report})}\n\n"
 

@@ -33,6 +33,7 @@ class CompressionSpec:
     ----------
     rate : KVs before / KVs after, in [1, MAX_RATE]; 1 means off.
     budget : mean KVs to keep per head, in tokens.
+    max_rate : the rate that a budget comes to at most: of a longer prompt more is kept.
     policy : the preset's name, or ``scorer+apportioner`` when these were named.
     parameters : every parameter of scorer and apportioner, by name.
     sinks : first positions that are always kept.
@@ -51,6 +52,7 @@ class CompressionSpec:
 
     rate: float | None = None
     budget: int | None = None
+    max_rate: float = MAX_RATE
     policy: str = DEFAULT_POLICY
     scorer: str = PRESETS[DEFAULT_POLICY].scorer
     apportioner: str = PRESETS[DEFAULT_POLICY].apportioner
@@ -95,7 +97,7 @@ class CompressionSpec:
     def blocks_for(self, whole: int, page_size: int) -> int:
         """Blocks that `whole` blocks of `page_size` tokens are compressed to, at least 1."""
         if self.budget is not None:
-            wanted = math.ceil(self.budget / page_size)
+            wanted = math.ceil(max(self.budget / page_size, whole / self.max_rate))
         else:
             assert self.rate is not None  # one of the two is set
             wanted = math.ceil(whole / self.rate)
@@ -109,6 +111,8 @@ class CompressionSpec:
             if getattr(self, name) is not None
         }
         fields |= self.parameters
+        if self.max_rate != MAX_RATE:
+            fields["max_rate"] = self.max_rate
         if self.force:
             fields["force"] = True
         if self.policy in PRESETS:
@@ -125,7 +129,7 @@ _INTEGERS = {  # field: (min, max)
     "question_tokens": (0, 1 << 24),
     "recompress_every": (0, 1 << 24),
 }
-FIELDS = ("rate", "policy", "scorer", "apportioner", *_INTEGERS, "force")
+FIELDS = ("rate", "max_rate", "policy", "scorer", "apportioner", *_INTEGERS, "force")
 
 
 def parse(knob: Any, *, max_rate: float = MAX_RATE) -> CompressionSpec:
@@ -153,6 +157,11 @@ def parse(knob: Any, *, max_rate: float = MAX_RATE) -> CompressionSpec:
         raise SpecError("rate", "one of rate and budget is required")
     if "rate" in given:
         values["rate"] = parse_rate(given["rate"], max_rate=max_rate)
+        if "max_rate" in given:
+            raise SpecError("max_rate", "bounds what a budget comes to; leave it out beside rate")
+    else:
+        asked = given.get("max_rate", max_rate)
+        values["max_rate"] = parse_rate(asked, max_rate=max_rate, field="max_rate")
     for name, (low, high) in _INTEGERS.items():
         if name in given:
             values[name] = checks.integer(name, given[name], low, high)
@@ -170,16 +179,16 @@ def parse(knob: Any, *, max_rate: float = MAX_RATE) -> CompressionSpec:
     return CompressionSpec(**values)
 
 
-def parse_rate(value: Any, *, max_rate: float = MAX_RATE) -> float:
+def parse_rate(value: Any, *, max_rate: float = MAX_RATE, field: str = "rate") -> float:
     """A rate in [1, max_rate]; raises SpecError otherwise. JSON numbers only."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
         problem = f"must be a finite number, KVs before / KVs after (got {checks.short(value)})"
-        raise SpecError("rate", problem)
+        raise SpecError(field, problem)
     if value < 1:
-        raise SpecError("rate", f"must be at least 1, which means off (got {checks.short(value)})")
+        raise SpecError(field, f"must be at least 1, which means off (got {checks.short(value)})")
     if value > max_rate:
         problem = f"must be at most {max_rate:g} on this server (got {checks.short(value)})"
-        raise SpecError("rate", problem)
+        raise SpecError(field, problem)
     return float(value)
 
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import httpx
 import uvicorn
 from kvc_server.app import create_app
+from kvc_server.limits import Limits
+from kvc_server.probe import AGENT
+from kvc_server.serving import Server
 from kvc_server.settings import Settings
 from prometheus_client.parser import text_string_to_metric_families
 
@@ -17,7 +21,7 @@ DROP, HANG = object(), object()
 
 
 class StubWorker:
-    """Answers every request with `parts`, sent one by one, and remembers what it was sent.
+    """Answers all but probes with `parts`, sent one by one, and remembers what it was sent.
 
     Attributes
     ----------
@@ -50,6 +54,10 @@ class StubWorker:
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(ConnectionError):
             lines = (await reader.readuntil(b"\r\n\r\n")).split(b"\r\n")[:-2]
+            if f"User-Agent: {AGENT}".encode() in lines:  # from the gateway itself, at any time
+                writer.write(head(200, "Content-Length: 0"))
+                writer.close()
+                return
             self.head, self.closed = lines, asyncio.Event()
             self.body = await reader.readexactly(int(self.header("content-length") or 0))
             for part in self.parts:
@@ -80,14 +88,26 @@ def head(status: int, *lines: str) -> bytes:
     return "\r\n".join([f"HTTP/1.1 {status} Said", *lines, "", ""]).encode()
 
 
+async def send_raw(client: httpx.AsyncClient, request: bytes) -> bytes:
+    """All that a server answers to `request`, sent as it is; httpx would mend or refuse it."""
+    reader, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
+    writer.write(request)
+    answer = await reader.read()
+    writer.close()
+    return answer
+
+
 @contextlib.asynccontextmanager
-async def stubbed() -> AsyncIterator[tuple[StubWorker, httpx.AsyncClient]]:
-    """A stub, and a client of the gateway in front of it."""
+async def stubbed(**options: Any) -> AsyncIterator[tuple[StubWorker, httpx.AsyncClient]]:
+    """A stub, and a client of the gateway in front of it, which has `options` as its settings."""
     worker = StubWorker()
     async with await asyncio.start_server(worker.serve, "127.0.0.1", 0) as listening:
         worker.port = listening.sockets[0].getsockname()[1]
-        app = create_app(Settings(worker_url=f"http://127.0.0.1:{worker.port}"))
-        server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
+        options = {"limits": Limits(drain_timeout=1)} | options
+        settings = Settings(worker_url=f"http://127.0.0.1:{worker.port}", **options)
+        app = create_app(settings)
+        config = uvicorn.Config(app, port=0, log_level="error")
+        server = Server(config, app.state.admission, settings.limits)
         running = asyncio.create_task(server.serve())
         while not server.started:
             await asyncio.sleep(0.005)
@@ -101,11 +121,11 @@ async def stubbed() -> AsyncIterator[tuple[StubWorker, httpx.AsyncClient]]:
 Scenario = Callable[[StubWorker, httpx.AsyncClient], Awaitable[None]]
 
 
-def play(scenario: Scenario) -> None:
+def play(scenario: Scenario, **options: Any) -> None:
     """Run `scenario` against a gateway and a stub worker."""
 
     async def stage() -> None:
-        async with stubbed() as (worker, client):
+        async with stubbed(**options) as (worker, client):
             await asyncio.wait_for(scenario(worker, client), 30)
 
     asyncio.run(stage())

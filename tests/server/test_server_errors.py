@@ -87,9 +87,10 @@ def test_unknown_paths_and_methods(lonely: Gateway) -> None:
 
 
 def test_without_a_worker_the_gateway_lives_and_says_so(lonely: Gateway) -> None:
-    assert httpx.get(f"{lonely.url}/health").status_code == 200
-    ready = httpx.get(f"{lonely.url}/readiness")
-    assert (ready.status_code, ready.json()["ready"]) == (503, False)
+    assert httpx.get(f"{lonely.url}/live").status_code == 200
+    for path in ("/health", "/readiness"):  # a router asks the first
+        ready = httpx.get(lonely.url + path)
+        assert (ready.status_code, ready.json()["ready"]) == (503, False)
     for answer in (
         httpx.get(f"{lonely.url}/v1/models"),
         httpx.post(f"{lonely.url}/generate", json={"text": "hello", "stream": True}),

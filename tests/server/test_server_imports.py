@@ -74,9 +74,7 @@ def test_the_rule_is_checked() -> None:
 
 def test_neither_torch_nor_sglang_is_loaded() -> None:
     """All of the gateway, the spec with every method read, and what the embedded model gives it."""
-    modules = [
-        ".".join(path.relative_to(FOLDER.parent).with_suffix("").parts) for path in _files()
-    ]
+    modules = [".".join(path.relative_to(FOLDER.parent).with_suffix("").parts) for path in _files()]
     program = f"""
 import importlib, sys
 for name in {[*modules, "sgl_kvc.spec", "kvc_recall", "kvc_recall.tasks"]!r}:

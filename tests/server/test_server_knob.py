@@ -10,11 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvc_server.errors import ApiError
 from kvc_server.knob import HEADER, place
+from kvc_server.knob_limits import KnobLimits
 from kvc_server.settings import Settings
 
 from sgl_kvc.spec import CUSTOM_PARAM, FIELDS, PRESETS, CompressionSpec, SpecError, parse
 
-SETTINGS = Settings(worker_url="http://127.0.0.1:1", max_rate=64)
+ANY = KnobLimits(min_recompress_every=1)
+SETTINGS = Settings(worker_url="http://127.0.0.1:1", max_rate=64, knob_limits=ANY)
 HALF = Settings(worker_url="http://127.0.0.1:1", default_rate=2, max_rate=64)
 
 scalars = (

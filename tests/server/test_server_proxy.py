@@ -16,7 +16,7 @@ from kvc_server.proxy import (
     while_connected,
 )
 
-from tests.server.stub_worker import StubWorker, head, metrics, play
+from tests.server.stub_worker import DROP, StubWorker, head, metrics, play
 
 GENERATE = "/generate"
 
@@ -117,6 +117,60 @@ def test_the_workers_error_keeps_its_status(status):
     play(scenario)
 
 
+def test_an_errors_headers_tell_the_client_what_to_do():
+    lines = ("Retry-After: 7", "X-Request-Id: abc", "WWW-Authenticate: Bearer",
+             "X-RateLimit-Remaining: 0", "X-Internal: secret")  # fmt: skip
+
+    async def scenario(worker: StubWorker, client: httpx.AsyncClient) -> None:
+        for kind in ("json", "text"):
+            worker.says(b'{"message": "busy"}' if kind == "json" else b"busy", 429, *lines)
+            answer = await client.post(GENERATE, json={"text": "a"})
+            told = {
+                name: answer.headers.get(name)
+                for name in (
+                    "retry-after",
+                    "x-request-id",
+                    "www-authenticate",
+                    "x-ratelimit-remaining",
+                )
+            }
+            assert list(told.values()) == ["7", "abc", "Bearer", "0"]
+            assert "x-internal" not in answer.headers
+            assert answer.json()["error"]["message"] == "busy"
+        worker.answer(head(429, "Content-Type: text/event-stream", "Retry-After: 8"), b"busy", DROP)
+        answer = await client.post(GENERATE, json={"text": "a"})
+        assert answer.headers["retry-after"] == "8"
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("encoding", ["identity", "Identity", "IDENTITY"])
+def test_a_body_may_say_that_it_is_not_encoded(encoding):
+    async def scenario(worker: StubWorker, client: httpx.AsyncClient) -> None:
+        worker.says(b"{}")
+        headers = {"Content-Encoding": encoding}
+        assert (await client.post(GENERATE, json={}, headers=headers)).status_code == 200
+
+    play(scenario)
+
+
+def test_head_and_options():
+    async def scenario(worker: StubWorker, client: httpx.AsyncClient) -> None:
+        worker.says(b'{"data": []}')
+        for path in ("/v1/models", "/live", "/readiness", "/health", "/v1/kv_policies", "/metrics"):
+            whole, bare = await client.get(path), await client.head(path)
+            assert bare.status_code == whole.status_code
+            assert bare.content == b""
+            assert bare.headers["content-type"] == whole.headers["content-type"]
+            options = await client.options(path)
+            assert (options.status_code, options.headers["allow"]) == (204, "GET, HEAD, OPTIONS")
+        options = await client.options(GENERATE)
+        assert (options.status_code, options.headers["allow"]) == (204, "OPTIONS, POST")
+        assert (await client.head(GENERATE)).status_code == 405
+
+    play(scenario)
+
+
 def test_an_answer_below_400_is_no_error():
     async def scenario(worker: StubWorker, client: httpx.AsyncClient) -> None:
         worker.says(b'{"message": "elsewhere"}', 399)
@@ -148,9 +202,14 @@ def test_the_results_of_answers_are_counted():
         ]
         worker.streams(*(b"data: " + json.dumps(each).encode() + b"\n\n" for each in events))
         await client.post(GENERATE, json={"text": "a", "stream": True})
+        choices = {"choices": [], "kv_compression": [result(10_000, 1000), None, result(1, 1)]}
+        worker.says(json.dumps(choices).encode())
+        await client.post(GENERATE, json={"text": "a"})
+        worker.streams(b"data: " + json.dumps(choices).encode() + b"\n\n")
+        await client.post(GENERATE, json={"text": "a"})
         found = await metrics(worker, client)
-        assert found["kvc_kv_blocks_total", "before"] == 1210
-        assert found["kvc_kv_blocks_total", "after"] == 432
+        assert found["kvc_kv_blocks_total", "before"] == 1210 + 2 * 10_001
+        assert found["kvc_kv_blocks_total", "after"] == 432 + 2 * 1001
 
     play(scenario)
 

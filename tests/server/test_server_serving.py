@@ -17,6 +17,7 @@ from rich.console import Console
 
 from tests.gateways import Gateway
 from tests.server.chats import PROMPT, chat, check_report, events
+from tests.server.test_server_metrics import gauge
 
 
 def compressed(rate: float) -> dict[str, Any]:
@@ -85,6 +86,38 @@ def test_completions(client: openai.OpenAI) -> None:
     chunks = list(client.completions.create(**fields, stream=True, **compressed(4)))
     assert "".join(chunk.choices[0].text for chunk in chunks).split() == PROMPT.answer.split()
     check_report(chunks[-1].model_extra["kv_compression"], 4)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", chat(n=3)),
+        ("/v1/completions", {"model": "recall", "prompt": [f"{PROMPT.text} <answer>"] * 3}),
+        ("/v1/completions", {"model": "recall", "prompt": [f"{PROMPT.text} <answer>"], "n": 3}),
+    ],
+)
+def test_every_choice_has_its_report(
+    gateway: Gateway, path: str, body: dict[str, Any], stream: bool
+) -> None:
+    body = body | {"kv_compression": {"rate": 8}, "max_tokens": 4, "stream": stream}
+    counted = gauge(gateway, "kvc_kv_bytes_total")
+    answer = httpx.post(gateway.url + path, json=body, timeout=60)
+    told = events(answer.text)[-1] if stream else answer.json()
+    reports = told["kv_compression"]
+    assert len(reports) == 3
+    for report in reports:
+        check_report(report, 8)
+    told_bytes = sum(sum(report["bytes"].values()) for report in reports)
+    shared = sum(report["bytes"]["shared"] for report in reports)
+    assert gauge(gateway, "kvc_kv_bytes_total") == counted + told_bytes - shared
+
+
+def test_a_list_of_one_prompt_has_one_report(gateway: Gateway) -> None:
+    body = {"model": "recall", "prompt": [f"{PROMPT.text} <answer>"], "max_tokens": 4}
+    url = f"{gateway.url}/v1/completions"
+    answer = httpx.post(url, json=body | {"kv_compression": {"rate": 8}}, timeout=60)
+    check_report(answer.json()["kv_compression"], 8)
 
 
 def test_generate(gateway: Gateway) -> None:

@@ -64,7 +64,9 @@ def test_a_stream_that_begins_with_an_error_is_that_error(first, status):
         b'data: {"error" is no JSON}\n\n',
         b'data: {"error":' + b"[" * 100_000 + b"\n\n",
         b'data: {"text": "{\\"error\\": {\\"code\\": 400}}"}\n\n',
-        b'data: 1\n\ndata: {"error": {"message": "late", "code": 400}}\n\n',
+        b'data: 1\n\ndata: {"error": no JSON}\n\n',
+        b'data: 1\n\ndata: {"error',
+        b'data: 1\n\nx data: {"error": "not a line of its own"}\n\n',
         b'data: {"error" without a line\'s end',
         b"",
     ],
@@ -74,6 +76,28 @@ def test_what_only_looks_like_an_error_is_passed_on(first):
         worker.streams(first)
         answer = await client.post(CHAT, json={"messages": []})
         assert (answer.status_code, answer.content) == (200, first)
+
+    play(scenario)
+
+
+@pytest.mark.parametrize("size", [1, 5, 17, 1000])
+def test_an_error_in_mid_stream_has_our_shape(size):
+    """SGLang's has its own; what stands around it passes as it came."""
+    before, after = b'data: {"a": "data: {\\"error"}\n\ndata: ', b"\n\ndata: [DONE]\n\n"
+    late = b'data: {"error": {"object": "error", "message": "late", "type": "x", "code": 400}}'
+
+    async def scenario(worker: StubWorker, client: httpx.AsyncClient) -> None:
+        text = before + b"1\n\n" + late + after
+        parts = [text[begin : begin + size] for begin in range(0, len(text), size)]
+        worker.streams(*(each for part in parts for each in (part, 0.001)))
+        answer = await client.post(CHAT, json={"messages": []})
+        found = answer.content
+        assert found.startswith(before + b"1\n\n")
+        assert found.endswith(after)
+        event = found.removeprefix(before + b"1\n\n").removesuffix(after)
+        assert json.loads(event.removeprefix(b"data: "))["error"] == {
+            "message": "late", "type": "invalid_request_error", "param": None, "code": None,
+        }  # fmt: skip
 
     play(scenario)
 

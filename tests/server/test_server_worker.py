@@ -78,9 +78,10 @@ def test_a_killed_worker_is_replaced(gateway: Gateway, victim: str) -> None:
         assert answer.status_code in (502, 503)
         error(answer.content)
 
-    ready = httpx.get(f"{gateway.url}/readiness", timeout=10)
-    assert (ready.status_code, ready.json()["ready"]) == (503, False)
-    assert httpx.get(f"{gateway.url}/health").status_code == 200
+    for path in ("/readiness", "/health"):
+        ready = httpx.get(gateway.url + path, timeout=10)
+        assert (ready.status_code, ready.json()["ready"]) == (503, False)
+    assert httpx.get(f"{gateway.url}/live").status_code == 200
     refused = httpx.post(f"{gateway.url}/v1/chat/completions", json=BODY)
     assert refused.status_code == 503
     assert int(refused.headers["retry-after"]) > 0

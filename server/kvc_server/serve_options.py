@@ -1,0 +1,69 @@
+"""Options of `sgl-kvc serve` about what it survives: limits, deadlines, restarts."""
+
+from __future__ import annotations
+
+import argparse
+
+from kvc_server.knob_limits import KnobLimits
+from kvc_server.limits import MIB, Limits
+from kvc_server.probe import Watch
+
+_OPTIONS = (  # name, its default and unit, what it is
+    ("--start-timeout", Watch.start_timeout, "S", "seconds in which the worker has to be ready"),
+    ("--hang-timeout", Watch.hang_timeout, "S", "seconds a silent worker has until a restart"),
+    ("--drain-timeout", Limits.drain_timeout, "S", "seconds a stop waits for requests in flight"),
+    ("--header-timeout", Limits.header_timeout, "S", "seconds for a request's headers"),
+    ("--body-timeout", Limits.body_timeout, "S", "seconds for a request's body"),
+    ("--max-body", Limits.max_body // MIB, "MIB", "largest body of a request, in MiB"),
+    ("--max-window", KnobLimits.max_window, "N", "largest window a request may ask for"),
+    ("--min-budget", KnobLimits.min_budget, "N", "least budget a request may ask for"),
+    ("--min-recompress-every", KnobLimits.min_recompress_every, "N", "its least recompress_every"),
+    ("--min-rate", KnobLimits.min_rate, "RATE", "lowest rate a request may ask for"),
+    ("--max-in-flight", Limits.max_in_flight, "N", "requests at once; more are told to wait"),
+)
+
+
+def add(parser: argparse.ArgumentParser) -> None:
+    """Add the options to `serve`."""
+    for name, default, unit, about in _OPTIONS:
+        parser.add_argument(
+            name, type=type(default), default=default, metavar=unit,
+            help=f"{about} (default: %(default)g)",
+        )  # fmt: skip
+    add = parser.add_argument
+    add("--policies", metavar="NAMES",
+        help="the policies that may be asked for, by commas (default: all)")  # fmt: skip
+    add("--no-all-queries", action="store_true",
+        help="refuse policies that take nothing from the prefix cache")  # fmt: skip
+    add("--force-rate", type=float, metavar="RATE",
+        help="the rate of every request, whatever it asks for")  # fmt: skip
+
+
+def knob_limits_of(options: argparse.Namespace) -> KnobLimits:
+    """What requests may ask for."""
+    names = options.policies
+    return KnobLimits(
+        policies=None if names is None else frozenset(name.strip() for name in names.split(",")),
+        all_queries=not options.no_all_queries,
+        max_window=options.max_window,
+        min_budget=options.min_budget,
+        min_recompress_every=options.min_recompress_every,
+        min_rate=options.min_rate,
+        force_rate=options.force_rate,
+    )
+
+
+def limits_of(options: argparse.Namespace) -> Limits:
+    """The limits that were given."""
+    return Limits(
+        max_body=options.max_body * MIB,
+        max_in_flight=options.max_in_flight,
+        header_timeout=options.header_timeout,
+        body_timeout=options.body_timeout,
+        drain_timeout=options.drain_timeout,
+    )
+
+
+def watch_of(options: argparse.Namespace) -> Watch:
+    """How the worker is to be watched."""
+    return Watch(start_timeout=options.start_timeout, hang_timeout=options.hang_timeout)
