@@ -14,10 +14,14 @@ import pytest
 import sgl_kvc.spec
 
 FOLDER = Path(kvc_server.__file__).parent
-OURS = {"sgl_kvc", "kvc_kernels", "kvc_recall", "kvc_server", "bench"}
-#: The embedded model's path and a question for it, for `serve` without a model and for `demo`:
-#: inside functions, because a gateway can be installed without it.
-EMBEDDED = {("serve.py", "kvc_recall"), ("demo.py", "kvc_recall.tasks")}
+OURS = {"sgl_kvc", "kvc_kernels", "kvc_recall", "kvc_smollm2", "kvc_server", "bench"}
+#: The embedded models' paths and a question for one, for `serve` without a model and for `demo`:
+#: inside functions, because a gateway can be installed without them.
+EMBEDDED = {
+    ("embedded.py", "kvc_recall"),
+    ("embedded.py", "kvc_smollm2.fetch"),
+    ("demo.py", "kvc_recall.tasks"),
+}
 #: Commands with libraries of their own; `sgl-kvc` starts them by name, they are not the gateway.
 COMMANDS = {"evaluation"}
 

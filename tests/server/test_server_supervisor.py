@@ -48,15 +48,21 @@ WATCH = Watch(interval=0.1, engine_interval=0.1, timeout=0.5, hang_timeout=1.5,
 
 @dataclasses.dataclass
 class Stage:
-    """A gateway in this process, its worker, and a client of it."""
+    """A gateway in this process, its worker, and a client of it.
+
+    Attributes
+    ----------
+    others : child processes that are not the gateway's: other tests' servers.
+    """
 
     worker: LocalWorker
     client: httpx.AsyncClient
+    others: list[psutil.Process]
 
     @property
     def process(self) -> psutil.Process:
         """The worker's process now."""
-        (child,) = psutil.Process().children()
+        (child,) = (each for each in psutil.Process().children() if each not in self.others)
         return child
 
     async def status(self, path: str) -> int:
@@ -75,6 +81,7 @@ class Stage:
 
 @contextlib.asynccontextmanager
 async def staged(program: Program = STUB, watch: Watch = WATCH) -> AsyncIterator[Stage]:
+    others = psutil.Process().children()
     app = create_app(Settings(model_path="stub", watch=watch), program)
     server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
     running = asyncio.create_task(server.serve())
@@ -83,11 +90,11 @@ async def staged(program: Program = STUB, watch: Watch = WATCH) -> AsyncIterator
     port = server.servers[0].sockets[0].getsockname()[1]
     try:
         async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
-            yield Stage(app.state.worker, client)
+            yield Stage(app.state.worker, client, others)
     finally:
         server.should_exit = True
         await running
-    assert not psutil.Process().children(), "no process is left"
+    assert set(psutil.Process().children()) <= set(others), "no process is left"
 
 
 def play(scenario, **options) -> None:
