@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import httpx
 import uvicorn
@@ -81,12 +82,12 @@ def head(status: int, *lines: str) -> bytes:
 
 
 @contextlib.asynccontextmanager
-async def stubbed() -> AsyncIterator[tuple[StubWorker, httpx.AsyncClient]]:
-    """A stub, and a client of the gateway in front of it."""
+async def stubbed(**settings: Any) -> AsyncIterator[tuple[StubWorker, httpx.AsyncClient]]:
+    """A stub, and a client of the gateway in front of it, which has `settings`."""
     worker = StubWorker()
     async with await asyncio.start_server(worker.serve, "127.0.0.1", 0) as listening:
         worker.port = listening.sockets[0].getsockname()[1]
-        app = create_app(Settings(worker_url=f"http://127.0.0.1:{worker.port}"))
+        app = create_app(Settings(worker_url=f"http://127.0.0.1:{worker.port}", **settings))
         server = uvicorn.Server(uvicorn.Config(app, port=0, log_level="error"))
         running = asyncio.create_task(server.serve())
         while not server.started:
@@ -101,11 +102,11 @@ async def stubbed() -> AsyncIterator[tuple[StubWorker, httpx.AsyncClient]]:
 Scenario = Callable[[StubWorker, httpx.AsyncClient], Awaitable[None]]
 
 
-def play(scenario: Scenario) -> None:
+def play(scenario: Scenario, **settings: Any) -> None:
     """Run `scenario` against a gateway and a stub worker."""
 
     async def stage() -> None:
-        async with stubbed() as (worker, client):
+        async with stubbed(**settings) as (worker, client):
             await asyncio.wait_for(scenario(worker, client), 30)
 
     asyncio.run(stage())
