@@ -135,6 +135,16 @@ def test_a_stream_that_breaks_ends_in_an_error_event(last, gap):
     play(scenario)
 
 
+def test_a_stream_that_falls_silent_is_told_from_one_that_breaks():
+    async def scenario(worker: StubWorker, client: httpx.AsyncClient) -> None:
+        worker.answer(head(200, "Content-Type: text/event-stream"), b"data: 1\n\n", HANG)
+        answer = await client.post(CHAT, json={"messages": []})
+        error = json.loads(answer.content.removeprefix(b"data: 1\n\ndata: "))["error"]
+        assert error["code"] == "worker_timeout"
+
+    play(scenario, read_timeout=0.1)
+
+
 def test_a_whole_stream_is_not_counted_as_broken():
     async def scenario(worker: StubWorker, client: httpx.AsyncClient) -> None:
         worker.streams(b"data: 1\n\n")

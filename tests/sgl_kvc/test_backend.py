@@ -137,6 +137,7 @@ def test_extend_over_a_compressed_prefix_is_decode(backend):
     ("layer", "extras", "reason"),
     [
         (_layer(sliding_window_size=64), {}, "sliding-window"),
+        (_layer(sliding_window_size=1), {}, "sliding-window"),
         (_layer(logit_cap=30.0), {}, "soft-capping"),
         (_layer(is_cross_attention=True), {}, "cross attention"),
         (_layer(), {"sinks": torch.zeros(3)}, "sinks"),

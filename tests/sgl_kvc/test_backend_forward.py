@@ -116,6 +116,12 @@ def test_prefill(backend):
     torch.testing.assert_close(out, textbook(backend, q, CHUNKS), atol=1e-5, rtol=1e-5)
 
 
+def test_a_forward_that_sglang_has_not_announced(backend):
+    batch, (q, k, v) = batch_of(backend, ForwardMode.EXTEND, CHUNKS), drawn(9)
+    out = backend.forward_extend(q, k, v, new_layer(), batch)
+    torch.testing.assert_close(out, textbook(backend, q, CHUNKS), atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("mode", [ForwardMode.DECODE, ForwardMode.IDLE])
 def test_decode(backend, mode):
     chunks = [(row, 9 - row, 1) for row in (4, 1, 2)]

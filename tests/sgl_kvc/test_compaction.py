@@ -35,7 +35,8 @@ def test_a_compressed_requests_report():
     req = run(world, prompt(30), PLAIN)
     said, segment = report(req), Request.of(req).segment
     assert (segment.begin, segment.end, segment.blocks, segment.row_begin) == (0, 28, 2, 20)
-    assert said["blocks"] == {"before": 8, "after": 3, "shared": 0}
+    assert str(said["blocks"]) == "{'before': 8, 'after': 3, 'shared': 0}", "whole numbers"
+    assert segment.spec is Request.of(req).spec
     assert said["bytes"]["after"] == 3 * world.pool.block_bytes
     assert said["kept_per_head"]["mean"] == 2 * PAGE + 2
     low, high = (int(each) for each in (segment.pages.min(), segment.pages.max()))
@@ -53,17 +54,18 @@ def test_a_compressed_requests_report():
     assert not world.pool.spans.tracks_attention()
 
 
+@pytest.mark.parametrize("prefix", [0, 8])
 @pytest.mark.parametrize("decoded", [3, 30])
-def test_the_peak_of_what_decode_held(decoded):
+def test_the_peak_of_what_decode_held(decoded, prefix):
     """Just before it was compressed again, or when the request ended."""
     world = World(40)
-    req = run(world, prompt(32), GOES_ON)
+    req = run(world, prompt(32), GOES_ON | {"prefix_tokens": prefix})
     request, held = Request.of(req), []
     for _ in range(decoded):
-        begin = request.segment.row_begin
+        begin = request.segment.row_begin - prefix
         held.append(req.kv_committed_len - begin)
         world.decode()
-    held.append(req.kv_committed_len - request.segment.row_begin)
+    held.append(req.kv_committed_len - request.segment.row_begin + prefix)
     assert report(req)["decode"]["recompressed"] == (0 if decoded == 3 else 3)
     release_kv_cache(world.live.pop(), world.cache)
     assert report(req)["decode"]["kept_per_head_peak"] == max(held)
@@ -82,17 +84,18 @@ def test_how_often_it_is_compressed_again(every, at):
     assert set(begins[: at + 1]) == {32}
 
 
-def test_it_is_not_compressed_again_to_as_much_as_it_holds():
+@pytest.mark.parametrize("prefix", [0, 8])
+def test_it_is_not_compressed_again_to_as_much_as_it_holds(prefix):
     """By a budget that is not full yet nothing would be freed."""
-    world = World(40)
-    req = run(world, prompt(8), GOES_ON | {"budget": 24, "recompress_every": 4})
+    world, own = World(40), {"budget": 24, "recompress_every": 4, "prefix_tokens": prefix}
+    req = run(world, prompt(prefix + 8), GOES_ON | own)
     assert Request.of(req).segment.blocks == 2
     ends = []
     for _ in range(24):
         ends.append(Request.of(req).segment.end)
         world.decode()
-    assert set(ends[:21]) == {8}  # 24 KVs are held
-    assert ends[21] == 28
+    assert set(ends[:21]) == {prefix + 8}  # 24 KVs are held
+    assert ends[21] == prefix + 28
 
 
 def test_where_the_loss_begins():
@@ -114,6 +117,33 @@ def test_where_the_loss_begins():
     assert "is 2.0 (" in report(other)["skipped"]
     least = run(world, prompt(32), PLAIN | {"rate": 8, "window": 32})  # 1 block; share 8 / 5
     assert report(least)["skipped"] is None
+
+
+def test_a_shared_prefix_is_no_part_of_the_loss():
+    """It stays shared, whatever becomes of what follows."""
+    world, knob = World(60), PLAIN | {"rate": 2, "window": 32, "prefix_tokens": 16}
+    run(world, prompt(32), None)
+    run(world, prompt(32), None)
+    req = run(world, prompt(32), knob)
+    assert report(req)["skipped"] == (
+        "compressed it would hold 2 blocks of its own; its share of the 4 it holds together with "
+        "others is 1.3 (prefix_tokens keeps what is shared)"
+    )
+
+
+def test_a_prefix_that_takes_the_whole_prompt():
+    """Nothing is kept of it then; what is decoded behind it is compressed all the same."""
+    world = World(40)
+    req = run(world, prompt(30), GOES_ON | {"prefix_tokens": 100})
+    segment = Request.of(req).segment
+    assert (segment.begin, segment.end, segment.blocks) == (28, 28, 0)
+    assert segment.spec is Request.of(req).spec
+    assert report(req)["blocks"] == {"before": 8, "after": 1, "shared": 7}
+    assert report(req)["skipped"] is None
+    assert world.cache.protected_size() == 28
+    for _ in range(20):
+        world.decode()
+    assert report(req)["decode"]["recompressed"] >= 1
 
 
 # ---------------------------------------------------------------------------- decode's metric

@@ -10,8 +10,9 @@ import torch
 from sgl_kvc.cache import continual
 from sgl_kvc.cache.request import Request
 from sgl_kvc.policy.base import HeldContext, ModelFacts
-from tests.sgl_kvc.lives import HEADS, LAYERS, PAGE, kv, tokens_of
+from tests.sgl_kvc.lives import HEADS, LAYERS, PAGE, World, kv, tokens_of
 from tests.sgl_kvc.test_cache import Lives, server_args  # noqa: F401
+from tests.sgl_kvc.test_request import run
 
 
 @pytest.fixture
@@ -156,3 +157,40 @@ def test_what_was_seen_of_the_prompt_is_there_in_decode(lives, monkeypatch):
     assert [context.state.count for context in rescored.seen] == [60] * LAYERS
     Request.of(lives.world.live[0]).retract()
     assert Request.of(lives.world.live[0]).states is None
+
+
+def test_the_oldest_page_of_a_head_may_be_kept_again(lives):
+    """By its metric alone: no sinks, no recent keys."""
+    knob = {"budget": 12, "recompress_every": 8, "sinks": 0, "recent": 0}
+    lives.start(0, 60, 0, knob, 0, keep=True)
+    req, pool = lives.world.live[0], lives.world.pool
+    oldest = [kept[:PAGE] for kept in lives.positions(req)]
+    pages, first = continual._held_pages(pool, req.req_pool_idx, Request.of(req).segment, 60)
+    pool.metric.zero_()
+    pool.metric.flatten(0, 2)[pages[torch.arange(len(first)), first]] = 100
+    lives.decode(steps=9)
+    assert report_of(req)["decode"]["recompressed"] == 1
+    assert [kept[:PAGE] for kept in lives.positions(req)] == oldest
+    lives.teardown()
+
+
+def test_what_selection_is_told_when_it_is_compressed_again(monkeypatch):
+    """What lies around: the shared prefix before, and behind it what no whole block holds."""
+    world, told, select = World(40), {}, continual.select
+    monkeypatch.setattr(
+        continual, "select", lambda *given, **how: told.update(how) or select(*given, **how)
+    )
+    knob = {"rate": 2, "recompress_every": 8, "prefix_tokens": 16, "sinks": 2, "recent": 2}
+    req = run(world, list(range(100, 132)), knob)
+    world.pool.facts = ModelFacts(neox=False)
+    allocate, world.cache.allocate = world.cache.allocate, lambda tokens: None
+    for _ in range(9):  # one more than needed: there is no room
+        world.decode()
+    world.cache.allocate = allocate
+    world.decode()
+    assert (told["before"], told["tail"]) == (16, 1)
+    assert told["facts"] is world.pool.facts
+    segment = Request.of(req).segment
+    assert (segment.begin, segment.end) == (16, 40)
+    assert segment.blocks == 3, "half of the 6 behind the prefix"
+    assert segment.spec is Request.of(req).spec

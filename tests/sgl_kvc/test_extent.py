@@ -56,6 +56,7 @@ def test_a_plain_prompt():
     assert extent.segment_blocks == 8  # 62 whole blocks / 8
     assert extent.match_limit == 1000 - 32
     assert extent.tail_blocks(1000 + 200) == 13  # 8 + 200 tokens
+    assert extent.tail_blocks(1000 + 201) == 14
     assert extent.compressed
 
 
@@ -95,6 +96,10 @@ def test_a_scorer_of_all_queries_matches_nothing_unless_remembered():
         ({"rate": 8, "prefix_tokens": 70, "question_tokens": 50}, 100,
          "nothing to remove: what lies between prefix_tokens and the question fills 0 whole "
          "blocks of 16 tokens"),
+        ({"rate": 8, "prefix_tokens": 1, "min_tokens": 0}, 31,
+         "nothing to remove: what follows prefix_tokens fills 1 whole blocks of 16 tokens"),
+        ({"rate": 8, "question_tokens": 1, "min_tokens": 0}, 31,
+         "nothing to remove: what comes before the question fills 1 whole blocks of 16 tokens"),
         ({"rate": 8, "prefix_tokens": 1 << 24}, 100,
          "nothing to remove: what follows prefix_tokens fills 0 whole blocks of 16 tokens"),
     ],
@@ -103,6 +108,10 @@ def test_why_not(knob, prompt, reason):
     extent = Extent.of(parse(knob), prompt, 16)
     assert extent.skipped == reason
     assert not extent.compressed
+
+
+def test_a_prompt_of_min_tokens_is_compressed():
+    assert Extent.of(parse({"rate": 8, "min_tokens": 64}), 64, 16).compressed
 
 
 def test_off_is_no_reason():

@@ -56,6 +56,7 @@ def refusal(knob: Any, **how: Any) -> tuple[str, str]:
         ({"budget": True}, "budget", "must be a whole number from 1 to 16777216 (got True)"),
         ({"rate": 8, "sinks": 4097}, "sinks", "must be a whole number from 0 to 4096 (got 4097)"),
         ({"rate": 8, "recent": -1}, "recent", "must be a whole number from 0 to 4096 (got -1)"),
+        ({"rate": 8, "force": 1}, "force", "unknown force 1; known are False, True"),
         ({"rate": 8, "pool": 8}, "pool", "must be 1 plus a multiple of 2 (got 8)"),
         ({"rate": 8, "pooling": "sum"}, "pooling",
          "unknown pooling 'sum'; known are " + ", ".join(
@@ -173,6 +174,13 @@ def test_a_preset_as_json():
     assert "rate" not in spec.to_json()
 
 
+@pytest.mark.parametrize("force", [True, False])
+def test_force_survives_json(force):
+    spec = parse({"rate": 8, "force": force})
+    assert spec.force is force
+    assert parse(spec.to_json()) == spec
+
+
 def test_blocks():
     rate = parse({"rate": 3})
     assert [rate.blocks_for(n, 16) for n in (0, 1, 3, 4, 6, 7)] == [1, 1, 1, 2, 2, 3]
@@ -232,7 +240,7 @@ def test_a_parameter_of_steps():
         with pytest.raises(SpecError) as caught:
             parameter_value(pool, value)
         assert caught.value.problem == f"must be 3 plus a multiple of 4 (got {value})"
-    with pytest.raises(SpecError, match="whole number from 3 to 11"):
+    with pytest.raises(SpecError, match="pool: must be a whole number from 3 to 11"):
         parameter_value(pool, 15)
 
 

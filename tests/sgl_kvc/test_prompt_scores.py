@@ -174,6 +174,7 @@ def test_the_window_is_gathered_over_chunks(drawn, monkeypatch):
     for context in seen.scored:
         assert torch.equal(context.queries, queries[-16:])
         assert torch.equal(context.lse, lse[-16:])
+    assert not scores._windows, "nothing is held once it is scored"
 
 
 @pytest.mark.parametrize("known", [(True, False), (False, True)])

@@ -97,7 +97,81 @@ def test_whether_memory_was_released_is_asked_once():
     assert world.cache.take_released() is True
 
 
+def test_compression_that_did_not_happen_has_released_nothing():
+    world = World(60)
+    run(world, prompt(32), None)
+    run(world, prompt(32), None)
+    req = run(world, prompt(32), PLAIN | {"rate": 2, "window": 32})
+    assert "its share of the 8" in report(req)["skipped"]
+    assert not world.cache.take_released()
+    req = run(world, prompt(32, 500), GOES_ON)
+    assert world.cache.take_released()
+    world.cache.allocate = lambda tokens: None
+    req.kv_committed_len += 8  # enough, but there is no room
+    world.cache.compress_due([req], promised=0)
+    assert not world.cache.take_released()
+
+
+def test_what_was_released_is_remembered_until_it_is_asked():
+    """Whatever becomes of others meanwhile."""
+    world = World(10)
+    first, second = run(world, prompt(32), PLAIN), run(world, prompt(32, 500), PLAIN)
+    assert report(second)["skipped"] == "no free blocks to compress into"
+    world.cache.compress_due([second], promised=0)
+    assert world.cache.take_released()
+    world.cache.compress_due([second], promised=0)
+    assert not world.cache.take_released()
+    release_kv_cache(first, world.cache)
+    world.cache.compress_due([second], promised=0)
+    assert world.cache.take_released()
+    assert report(second)["skipped"] is None
+
+
+def test_what_decode_released_is_remembered_too():
+    world = World(60)
+    due, later = run(world, prompt(32), GOES_ON), run(world, prompt(32, 500), GOES_ON)
+    world.cache.take_released()
+    for _ in range(8):
+        world.decode()
+    later.kv_committed_len -= 1
+    world.cache.compress_due([due, later], promised=0)
+    assert report(due)["decode"]["recompressed"] == 1
+    assert report(later)["decode"]["recompressed"] == 0
+    assert world.cache.take_released()
+
+
 # ---------------------------------------------------------------------------- whether
+
+
+def test_a_scorer_of_all_queries_takes_nothing_that_it_has_not_seen():
+    world = World(40)
+    run(world, prompt(32), None)
+    assert world.admit(world.request(prompt(32), PLAIN)) == 28
+    assert world.admit(world.request(prompt(32), H2O)) == 0
+
+
+def test_tenants_do_not_share():
+    """SGLang keeps the trees of different ``extra_key`` apart; so must what compression asks."""
+    world = World(60)
+    run(world, prompt(32), None)
+    req = world.request(prompt(32), PLAIN | {"prefix_tokens": 16})
+    req.extra_key = "tenant"
+    assert world.admit(req) == 0
+    assert world.prefill(req, 0, 32)
+    assert world.cache.sharing.share(Request.of(req), 0, 8) == 8
+    world.cache.cache_unfinished_req(req)
+    assert Request.of(req).segment is not None
+    assert world.cache.protected_size() == 32 + 16
+
+
+@pytest.mark.parametrize("question", [0, 8])
+def test_what_a_prompt_begins_with_is_told_as_sglang_has_it(question):
+    """int64, whatever a row of ``req_to_token`` holds."""
+    world = World(40)
+    req = run(world, prompt(32), PLAIN | {"question_tokens": question})
+    assert Request.of(req).segment is not None
+    assert req.prefix_indices.dtype == torch.int64
+    assert torch.equal(req.prefix_indices, world.cache.row_slots(req)[:32].long())
 
 
 @pytest.mark.parametrize(
@@ -142,6 +216,8 @@ def test_room_before_the_cut(question):
     if room is not None:
         req.prefix_indices = torch.arange(end - 3)
         assert world.cache.room_before_cut(req) == 3
+        req.prefix_indices = torch.arange(end - 1)
+        assert world.cache.room_before_cut(req) == 1
         req.prefix_indices = torch.arange(end)
         assert world.cache.room_before_cut(req) is None
 
@@ -161,6 +237,18 @@ def test_a_flushed_cache_has_forgotten_everything():
     assert world.pool.requests == {}
     world.pool.spans.check_integrity()
     assert not world.pool.spans.is_compressed(req.req_pool_idx)
+
+
+@pytest.mark.parametrize(("how", "cached"), [({}, 32), ({"is_insert": False}, 0)])
+def test_what_is_left_to_the_tree(how, cached):
+    """All of it, unless SGLang says otherwise: of a retracted request nothing."""
+    world = World(40)
+    req = world.request(prompt(32), None)
+    world.admit(req)
+    assert world.prefill(req, 0, 32)
+    world.cache.cache_finished_req(req, kv_len_to_handle=32, **how)
+    assert world.cache.evictable_size() == cached
+    assert world.allocator.available_size() == world.tokens - cached
 
 
 @pytest.mark.parametrize("knob", [None, PLAIN, GOES_ON])

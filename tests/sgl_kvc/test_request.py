@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
 from sgl_kvc.cache.request import Request
+from sgl_kvc.policy.base import ModelFacts
 from tests import tiny_models
-from tests.sgl_kvc.lives import PAGE, World
+from tests.sgl_kvc.lives import HEADS, LAYERS, PAGE, World
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -164,3 +166,15 @@ def test_copies_of_a_prompt_find_what_was_seen_of_it():
     release_kv_cache(req, world.cache)
     copy = world.request(tokens, knob)
     assert world.admit(copy) == 60  # all but the last query; none before
+    seen = world.cache.states.get(Request.of(copy).states_key(copy))
+    assert world.prefill(copy, 60, 64)
+    assert Request.of(copy).scores.states is seen, "of all queries, not of the last chunk's"
+
+
+def test_scorers_are_told_facts_about_the_model():
+    world, profile = World(40), torch.zeros(LAYERS, HEADS)
+    profile[1, 2] = 1  # the one head that retrieves
+    world.pool.facts = ModelFacts(head_profile=profile)
+    req = run(world, list(range(100, 164)), {"rate": 4, "policy": "razor-attention"})
+    pages = Request.of(req).segment.pages.view(LAYERS, HEADS)
+    assert pages[1, 2] == pages.max() > 2 * pages[0].max()

@@ -117,7 +117,24 @@ def test_protection_at_the_edges(sinks, recent, first):
         assert order == [4, 3, 2, 1, 0]
     else:
         assert (scores == 5).all()
-    assert sinks or recent > 0 or (scores < 1e29).all()
+    lifted = (scores >= 1e29).all() if sinks > 4 or recent > 4 else (scores < 1e29).all()
+    assert lifted
+
+
+@pytest.mark.parametrize("first", [None, torch.tensor([0])])
+def test_sinks_outlive_recent_keys_and_newer_keys_older_ones(first):
+    scores = torch.full((1, 1, 8), 5.0)
+    protect(scores, 4, 4, first)
+    order = scores[0, 0].argsort(descending=True, stable=True).tolist()
+    assert order == [0, 1, 2, 3, 7, 6, 5, 4]
+
+
+def test_the_first_key_of_a_head_may_be_a_recent_one():
+    scores, first = torch.full((1, 3, 8), 5.0), torch.tensor([4, 6, 7])
+    protect(scores, 0, 3, first)
+    assert [(row >= 1e29).nonzero().flatten().tolist() for row in scores[0]] == [
+        [5, 6, 7], [6, 7], [7]
+    ]  # fmt: skip
 
 
 def test_what_methods_are_told(monkeypatch):

@@ -66,6 +66,15 @@ def test_a_request_that_ends_leaves_the_blocks_to_others():
     assert not sharing.holders, "nothing is left behind"
 
 
+def test_those_that_stay_still_share():
+    sharing = Sharing()
+    stays, also, *gone = (added(sharing, list(range(8))) for _ in range(4))
+    sharing.remove(gone[0])
+    assert sharing.share(stays, 0, 2) == pytest.approx(2 / 3)
+    sharing.remove(gone[1])
+    assert sharing.share(also, 0, 2) == 1
+
+
 def test_clear_forgets_everybody():
     sharing = Sharing()
     added(sharing, list(range(8)))

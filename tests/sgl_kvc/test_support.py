@@ -70,6 +70,34 @@ def test_a_plain_model_is_not_refused(tiny_llama):
     check_model(ModelConfig(str(tiny_llama)))
 
 
+@pytest.mark.parametrize(
+    ("part", "changes", "what"),
+    [
+        ("", {"is_encoder_decoder": True}, "encoder-decoder models are"),
+        ("", {"is_generation": False}, "models that do not generate are"),
+        ("hf_text_config", {"attention_chunk_size": 64}, "chunked local attention is"),
+        ("hf_text_config", {"sliding_window": 64}, "sliding-window attention is"),
+        ("hf_text_config", {"sliding_window": 64, "use_sliding_window": False}, None),
+    ],
+)
+@pytest.mark.parametrize("name", ["LlamaForCausalLM", None])
+def test_a_refusal_names_the_model_and_what_it_has(tiny_llama, part, changes, what, name):
+    """Of configurations as SGLang reads them."""
+    config = copy.copy(ModelConfig(str(tiny_llama)))
+    config.hf_config, config.hf_text_config = (
+        copy.copy(each) for each in (config.hf_config, config.hf_text_config)
+    )
+    config.hf_config.architectures = name and [name]
+    for key, value in changes.items():
+        setattr(getattr(config, part) if part else config, key, value)
+    if what is None:
+        check_model(config)
+        return
+    with pytest.raises(UnsupportedError) as refused:
+        check_model(config)
+    assert str(refused.value) == f"{name or 'this model'}: {what} not supported"
+
+
 @pytest.fixture(scope="module")
 def args(tiny_llama) -> ServerArgs:
     """Arguments of a server that is not refused."""
@@ -152,6 +180,7 @@ def test_graphs_that_are_refused(args, phase, backend):
     "options",
     [
         {"decode_attention_backend": "kvc", "prefill_attention_backend": "kvc"},
+        {"device": "cuda"},
         {"page_size": 64},
         {"kv_cache_dtype": "fp8_e5m2"},
         {"dp_size": 2},
