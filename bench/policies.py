@@ -57,8 +57,10 @@ def measure(args: argparse.Namespace) -> list[dict]:
                 scores = PromptScores(
                     spec, extent, tokens, masked.page_size, len(seen), masked.facts
                 )
-                for layer, (queries, *cached) in enumerate(seen):
-                    scores.observe(layer, queries, len(tokens), lambda cached=cached: cached, scale)
+                for layer, (queries, *cached, lse) in enumerate(seen):
+                    scores.observe(
+                        layer, queries, len(tokens), lambda cached=cached: cached, scale, lse
+                    )
                 scored[:] = [scores]
 
             times = {

@@ -48,6 +48,25 @@ def causal_logits(
         yield first, logits.masked_fill_(positions > positions[first:, None], float("-inf"))
 
 
+def causal_lse(
+    queries: torch.Tensor, keys: torch.Tensor, scale: float, *, block: int | None = None
+) -> torch.Tensor:
+    """float32 [w, H*G], natural log-sum-exp of every query's logits over the keys it sees.
+
+    For prefills whose attention kernel does not tell it; costs as much as their logits do.
+    """
+    if use_triton(keys):
+        from kvc_kernels.gpu import score as gpu
+
+        slots = torch.arange(len(keys), dtype=torch.int32, device=keys.device)
+        return gpu.window_lse(queries, keys[:, :, None], slots, scale)
+    parts = [
+        logits.logsumexp(dim=-1).permute(2, 0, 1).flatten(1)
+        for _, logits in causal_logits(queries, keys, scale, block=block)
+    ]
+    return torch.cat(parts)
+
+
 def causal_attention(
     queries: torch.Tensor,
     keys: torch.Tensor,

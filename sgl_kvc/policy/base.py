@@ -81,6 +81,7 @@ class LayerContext:
     state : what ``observe`` returned for the chunk before; None for the first.
     lse : float32 [w, H*G], natural log-sum-exp of every query's logits, where the attention
         kernel has told it.
+    last_chunk : for `observe`, whether no chunk follows.
     """
 
     layer: int
@@ -95,6 +96,7 @@ class LayerContext:
     facts: ModelFacts = ModelFacts()
     state: Any = None
     lse: torch.Tensor | None = None
+    last_chunk: bool = True
 
     @property
     def forced(self) -> int:

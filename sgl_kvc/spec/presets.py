@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 DEFAULT_POLICY = "kv-compress"
+#: The default where the question comes after compression, so that no score can ask it.
+DEFAULT_QUESTION_APART = "virtual-repeat"
 #: Last positions that are kept where neither request nor preset says how many.
 MIN_RECENT = 32
 
@@ -115,6 +117,13 @@ PRESETS: dict[str, Preset] = {
         "the temperature.",
         sinks=0,
     ),
+    "virtual-repeat": Preset(
+        "virtual-repeat", "global", "after KVzip, arXiv 2505.23416",
+        "KVzip reads the prompt a second time, which cannot be bounded inside prefill. Here the "
+        "first reading's queries are moved on and stand for the second's; parts are 256 tokens, "
+        f"in the paper 2,048. {_ASKED}.",
+        {"profile_power": 1.0},
+    ),
     "expected-attention": Preset(
         "expected-attention", "adaptive", "Expected Attention, arXiv 2510.00636",
         f"{_ONCE}; the paper also in decode.",
@@ -160,3 +169,13 @@ PRESETS: dict[str, Preset] = {
     ),
     "random": Preset("random", "uniform", "the baseline", ""),
 }  # fmt: skip
+
+
+def default_policy(question_apart: bool) -> str:
+    """The policy of a request that names none.
+
+    Parameters
+    ----------
+    question_apart : whether the question comes after compression (`question_tokens`).
+    """
+    return DEFAULT_QUESTION_APART if question_apart else DEFAULT_POLICY

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import torch
+from kvc_kernels.rotary import rotate
 from kvc_kernels.score import block_elements
 
 from sgl_kvc.policy.base import LayerContext
@@ -48,7 +49,7 @@ def observe(
         return earlier
     cos, sin = _angles(context, torch.arange(first, n))
     length = cos**2 + sin**2  # not 1 where a long-context variant scales the rotation
-    queries = _rotate(queries.transpose(0, 1), cos / length, -sin / length, context.facts.neox)
+    queries = rotate(queries.transpose(0, 1), cos / length, -sin / length, context.facts.neox)
     mean = queries.mean(dim=1)
     centred = queries - mean[:, None]
     count = earlier.count + len(cos)
@@ -103,8 +104,8 @@ def _future(context: LayerContext, future: int) -> tuple[torch.Tensor, torch.Ten
     seen = context.state
     spread = seen.scatter / max(seen.count, 1)
     for _ in range(2):  # rotate columns, then rows
-        spread = _rotate(spread, cos, sin, neox).transpose(1, 2)
-    return _rotate(seen.mean, cos, sin, neox), spread
+        spread = rotate(spread, cos, sin, neox).transpose(1, 2)
+    return rotate(seen.mean, cos, sin, neox), spread
 
 
 def _angles(context: LayerContext, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -114,19 +115,6 @@ def _angles(context: LayerContext, positions: torch.Tensor) -> tuple[torch.Tenso
     angles = table[positions.to(table.device)].to(context.keys.device).float()
     cos, sin = angles.chunk(2, dim=-1)
     return cos, sin
-
-
-def _rotate(states: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, neox: bool) -> torch.Tensor:
-    """Rotate the first R of D dims of [..., D] by cosines and sines [..., R/2]."""
-    rotated = 2 * cos.shape[-1]
-    turned, rest = states[..., :rotated], states[..., rotated:]
-    if neox:
-        a, b = turned.chunk(2, dim=-1)
-        turned = torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
-    else:
-        a, b = turned[..., ::2], turned[..., 1::2]
-        turned = torch.stack([a * cos - b * sin, b * cos + a * sin], dim=-1).flatten(-2)
-    return torch.cat([turned, rest], dim=-1)
 
 
 def _nothing(queries: torch.Tensor) -> Statistics:

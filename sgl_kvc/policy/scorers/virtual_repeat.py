@@ -1,0 +1,94 @@
+"""Attention that keys would get if the prompt were read a second time, right behind itself."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from kvc_kernels.repeat import leverage as key_leverage
+from kvc_kernels.repeat import repeat_attention
+from kvc_kernels.rotary import rotate, rotation_by
+from kvc_kernels.score import causal_lse, pool_neighbours
+
+from sgl_kvc.policy.base import LayerContext
+
+SOURCE = "after KVzip, arXiv 2505.23416, without its second pass; with leverage ours"
+NEEDS = ("cos_sin",)
+PARAMETERS = {
+    "part": {"default": 256, "min": 16, "max": 4096},
+    "shift": {"default": 1024, "min": 0, "max": 1048576},
+    "pool": {"default": 1, "min": 1, "max": 255, "step": 2},
+    "leverage": {"default": 0.0, "min": 0.0, "max": 64.0},
+}
+CONTINUAL = "attention"
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """What a layer's queries said so far.
+
+    Attributes
+    ----------
+    scores : float32 [H, m], of the parts that were read again.
+    queries, lse : [r, H*G, D] and float32 [r, H*G], of a part that the next chunk goes on with.
+    """
+
+    scores: torch.Tensor
+    queries: torch.Tensor
+    lse: torch.Tensor
+
+
+def observe(context: LayerContext, part: int, shift: int, pool: int, leverage: float) -> Reading:
+    """Read again the parts that this chunk completes; carry over the queries of the last one.
+
+    Parts are counted from the prompt's first token, so scores do not depend on the chunks.
+    """
+    del pool, leverage
+    queries, lse = context.queries, context.lse
+    if lse is None:
+        lse = causal_lse(queries, context.keys, context.scale)
+    scores = [torch.zeros(context.keys.shape[1], 0, device=context.keys.device)]
+    if context.state is not None:
+        earlier: Reading = context.state
+        scores.append(earlier.scores)
+        queries, lse = torch.cat([earlier.queries, queries]), torch.cat([earlier.lse, lse])
+    first, read = context.keys.shape[0] - len(queries), len(queries)
+    if not context.last_chunk:
+        read = read // part * part
+    turn = _turn(context, shift)
+    for begin in range(0, read, part):
+        rows = slice(begin, min(begin + part, read))
+        keys = context.keys[first + rows.start : first + rows.stop]
+        moved = rotate(queries[rows].float(), *turn, context.facts.neox)
+        scores.append(repeat_attention(moved, keys, context.scale, lse[rows]))
+    return Reading(torch.cat(scores, dim=1), queries[read:].clone(), lse[read:].clone())
+
+
+def score(context: LayerContext, part: int, shift: int, pool: int, leverage: float) -> torch.Tensor:
+    """The most attention any query pays that reads its part of the prompt again.
+
+    Queries are those of the first reading, rotated on by as many positions as the second lies
+    behind it.
+
+    Parameters
+    ----------
+    part : tokens that are read again at a time; a query sees no key of another part
+    shift : positions by which queries are rotated on. With fewer than a part, heads that look at
+        the tokens right before them would find these again
+    pool : width of the maximum over neighbouring keys, odd; 1 is none
+    leverage : weight of the key's leverage, which is added: how little the head's other keys
+        can stand for it
+    """
+    del part, shift
+    reading: Reading = context.state
+    scores = reading.scores
+    if leverage:
+        scores = scores + leverage * key_leverage(context.keys)
+    return pool_neighbours(scores, pool)
+
+
+def _turn(context: LayerContext, shift: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines [R/2] of the rotation by `shift` positions."""
+    assert context.facts.cos_sin is not None
+    cos, sin = rotation_by(context.facts.cos_sin, shift)
+    return cos.to(context.keys.device), sin.to(context.keys.device)
