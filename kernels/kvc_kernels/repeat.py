@@ -4,46 +4,58 @@ from __future__ import annotations
 
 import torch
 
+from kvc_kernels.score import block_elements
+
 
 def repeat_attention(
-    queries: torch.Tensor, keys: torch.Tensor, scale: float, lse: torch.Tensor
+    queries: torch.Tensor,
+    keys: torch.Tensor,
+    scale: float,
+    lse: torch.Tensor,
+    *,
+    block: int | None = None,
 ) -> torch.Tensor:
-    """The most attention a key gets from any query that reads its part of the text again.
+    """The most attention a key gets from any query that is asked again, behind the keys.
 
     KVzip (arXiv 2505.23416) reads a prompt a second time, part by part, and keeps what that
     reading attends to. Here the first reading's queries stand for the second's: every one sees
     all keys of its part, before and after it, and besides what it attended to the first time::
 
-        a[i, j] = exp(l[i, j] - logaddexp(logsumexp of l[i] over the part, lse[i]))
+        a[i, j] = exp(l[i, j] - logaddexp(logsumexp of l[i] over the keys, lse[i]))
 
     Parameters
     ----------
-    queries : [c, H*G, D] of one part, rotated to where they are read again.
-    keys : [c, H, D] of the same part.
+    queries : [c, H*G, D], rotated to where they are asked again.
+    keys : [n, H, D].
     scale : factor on the logits.
-    lse : float32 [c, H*G], natural log-sum-exp of every query's logits in the first reading.
+    lse : float32 [c, H*G], natural log-sum-exp of what else every query sees.
+    block : logits held at a time.
 
     Returns
     -------
-    scores : float32 [H, c] in [0, 1], the maximum over queries and the query group.
+    scores : float32 [H, n] in [0, 1], the maximum over queries and the query group.
     """
-    size, heads, dim = keys.shape
-    rows = (queries.float() * scale).view(size, heads, -1, dim).permute(1, 2, 0, 3)  # [H, G, c, D]
-    rows = rows.reshape(heads, -1, dim)
-    sums = lse.view(size, heads, -1).permute(1, 2, 0).reshape(heads, -1)  # [H, G*c]
-    logits = rows @ keys.float().permute(1, 2, 0)  # [H, G*c, c]
-    sums = torch.logaddexp(logits.logsumexp(dim=-1), sums)
-    return logits.sub_(sums[..., None]).amax(dim=1).exp_()
+    n, heads, dim = keys.shape
+    by_head = keys.float().permute(1, 2, 0)  # [H, D, n]
+    best = torch.full((heads, n), float("-inf"), device=keys.device)
+    step = max(1, (block or block_elements(keys)) // (n * queries.shape[1]))
+    for some, known in zip(queries.split(step), lse.split(step), strict=True):
+        rows = (some.float() * scale).view(len(some), heads, -1, dim).permute(1, 2, 0, 3)
+        logits = rows.reshape(heads, -1, dim) @ by_head  # [H, G*b, n]
+        sums = known.view(len(some), heads, -1).permute(1, 2, 0).reshape(heads, -1)
+        sums = torch.logaddexp(logits.logsumexp(dim=-1), sums)
+        best = best.maximum(logits.sub_(sums[..., None]).amax(dim=1))
+    return best.exp()
 
 
 def repeat_attention_reference(
     queries: torch.Tensor, keys: torch.Tensor, scale: float, lse: torch.Tensor
 ) -> torch.Tensor:
     """`repeat_attention`, one query and head at a time."""
-    size, heads = keys.shape[:2]
+    n, heads = keys.shape[:2]
     group = queries.shape[1] // heads
-    scores = torch.zeros(heads, size)
-    for i in range(size):
+    scores = torch.zeros(heads, n)
+    for i in range(len(queries)):
         for lane in range(queries.shape[1]):
             logits = keys[:, lane // group].float() @ queries[i, lane].float() * scale
             total = logits.exp().sum() + lse[i, lane].exp()

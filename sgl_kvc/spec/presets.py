@@ -122,7 +122,13 @@ PRESETS: dict[str, Preset] = {
         "KVzip reads the prompt a second time, which cannot be bounded inside prefill. Here the "
         "first reading's queries are moved on and stand for the second's; parts are 256 tokens, "
         f"in the paper 2,048. {_ASKED}.",
-        {"profile_power": 1.0},
+        {"leverage": 1.0, "profile_power": 1.0}, recent=32,
+    ),
+    "virtual-repeat-echo": Preset(
+        "virtual-repeat", "global", "after KVzip, arXiv 2505.23416",
+        "virtual-repeat that also asks the prompt's last 64 tokens again: for a question inside "
+        f"the prompt that is about much of it, or asks for a copy. {_ASKED}.",
+        {"leverage": 1.0, "echo": 3.0, "profile_power": 1.0}, recent=32,
     ),
     "expected-attention": Preset(
         "expected-attention", "adaptive", "Expected Attention, arXiv 2510.00636",

@@ -15,14 +15,15 @@ from kvc_kernels.score import causal_lse
 
 
 @pytest.mark.parametrize("group", [1, 3])
-@pytest.mark.parametrize("size", [1, 7])
+@pytest.mark.parametrize(("size", "n"), [(1, 1), (7, 7), (3, 12)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
-def test_repeat_attention(group, size, dtype):
+@pytest.mark.parametrize("block", [1, 100, None])
+def test_repeat_attention(group, size, n, dtype, block):
     torch.manual_seed(0)
-    queries, keys = torch.randn(size, 2 * group, 16), torch.randn(size, 2, 16)
+    queries, keys = torch.randn(size, 2 * group, 16), torch.randn(n, 2, 16)
     queries, keys = 2 * queries.to(dtype), 2 * keys.to(dtype)
     lse = torch.randn(size, 2 * group)
-    got = repeat_attention(queries, keys, 0.25, lse)
+    got = repeat_attention(queries, keys, 0.25, lse, block=block)
     expected = repeat_attention_reference(queries, keys, 0.25, lse)
     torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-4)
 

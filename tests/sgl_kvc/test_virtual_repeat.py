@@ -7,6 +7,7 @@ import dataclasses
 import pytest
 import torch
 from kvc_kernels.repeat import leverage
+from kvc_kernels.score import fade_to_neighbours
 
 from sgl_kvc.policy.base import LayerContext, scorer
 from sgl_kvc.spec import parse
@@ -116,9 +117,24 @@ def test_a_key_that_only_its_own_part_reads_again_counts():
     assert got[25] < 0.1
 
 
-def test_pool_and_leverage_are_added():
+def test_leverage_is_added_and_scores_fade_to_neighbours():
     p = prompt()
     plain = score(p, NAME, part=PART)
     close(score(p, NAME, part=PART, leverage=2.0), plain + 2 * leverage(p.keys))
-    pooled = score(p, NAME, part=PART, pool=3)
-    close(pooled[:, 1:-1], plain.unfold(1, 3, 1).amax(-1))
+    close(score(p, NAME, part=PART, half_life=3.0), fade_to_neighbours(plain, 3.0))
+
+
+@pytest.mark.parametrize("window", [5, 40])
+def test_a_question_asked_again(window):
+    """The last queries once more, behind themselves: they see their first time, causally."""
+    p, n = prompt(), 40
+    moved = _moved(p, window)
+    tail = dataclasses.replace(p, queries=p.queries[-window:], keys=p.keys[-window:])
+    own, echo = _lse(tail), torch.zeros(3, n).double()
+    for i in range(window):
+        for lane in range(6):
+            weights = (p.keys[:, lane // 2].double() @ moved[n - window + i, lane] * p.scale).exp()
+            attention = weights / (weights.sum() + own[i, lane].exp())
+            echo[lane // 2] = echo[lane // 2].maximum(attention)
+    plain = score(p, NAME, part=PART, window=window)
+    close(score(p, NAME, part=PART, window=window, echo=3.0), plain.double().maximum(3 * echo))

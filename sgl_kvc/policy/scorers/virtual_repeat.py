@@ -8,17 +8,19 @@ import torch
 from kvc_kernels.repeat import leverage as key_leverage
 from kvc_kernels.repeat import repeat_attention
 from kvc_kernels.rotary import rotate, rotation_by
-from kvc_kernels.score import causal_lse, pool_neighbours
+from kvc_kernels.score import causal_lse, fade_to_neighbours
 
 from sgl_kvc.policy.base import LayerContext
 
 SOURCE = "after KVzip, arXiv 2505.23416, without its second pass; with leverage ours"
 NEEDS = ("cos_sin",)
 PARAMETERS = {
+    "window": {"default": 64, "min": 1, "max": 1024},
     "part": {"default": 256, "min": 16, "max": 4096},
     "shift": {"default": 1024, "min": 0, "max": 1048576},
-    "pool": {"default": 1, "min": 1, "max": 255, "step": 2},
+    "half_life": {"default": 0.0, "min": 0.0, "max": 1024.0},
     "leverage": {"default": 0.0, "min": 0.0, "max": 64.0},
+    "echo": {"default": 0.0, "min": 0.0, "max": 64.0},
 }
 CONTINUAL = "attention"
 
@@ -38,12 +40,20 @@ class Reading:
     lse: torch.Tensor
 
 
-def observe(context: LayerContext, part: int, shift: int, pool: int, leverage: float) -> Reading:
+def observe(
+    context: LayerContext,
+    window: int,
+    part: int,
+    shift: int,
+    half_life: float,
+    leverage: float,
+    echo: float,
+) -> Reading:
     """Read again the parts that this chunk completes; carry over the queries of the last one.
 
     Parts are counted from the prompt's first token, so scores do not depend on the chunks.
     """
-    del pool, leverage
+    del window, half_life, leverage, echo
     queries, lse = context.queries, context.lse
     if lse is None:
         lse = causal_lse(queries, context.keys, context.scale)
@@ -64,7 +74,15 @@ def observe(context: LayerContext, part: int, shift: int, pool: int, leverage: f
     return Reading(torch.cat(scores, dim=1), queries[read:].clone(), lse[read:].clone())
 
 
-def score(context: LayerContext, part: int, shift: int, pool: int, leverage: float) -> torch.Tensor:
+def score(
+    context: LayerContext,
+    window: int,
+    part: int,
+    shift: int,
+    half_life: float,
+    leverage: float,
+    echo: float,
+) -> torch.Tensor:
     """The most attention any query pays that reads its part of the prompt again.
 
     Queries are those of the first reading, rotated on by as many positions as the second lies
@@ -72,19 +90,33 @@ def score(context: LayerContext, part: int, shift: int, pool: int, leverage: flo
 
     Parameters
     ----------
+    window : last queries that are asked again, for `echo`
     part : tokens that are read again at a time; a query sees no key of another part
     shift : positions by which queries are rotated on. With fewer than a part, heads that look at
         the tokens right before them would find these again
-    pool : width of the maximum over neighbouring keys, odd; 1 is none
+    half_life : above 0, every key counts at least what another does, halved every so many
+        positions between them; 0 is off
     leverage : weight of the key's leverage, which is added: how little the head's other keys
         can stand for it
+    echo : a key counts at least this many times the attention it would get if the last `window`
+        tokens came once more, right behind the prompt: a question at its end, asked again
     """
     del part, shift
     reading: Reading = context.state
     scores = reading.scores
     if leverage:
         scores = scores + leverage * key_leverage(context.keys)
-    return pool_neighbours(scores, pool)
+    if echo:
+        scores = scores.maximum(echo * _echo(context))
+    return fade_to_neighbours(scores, half_life) if half_life else scores
+
+
+def _echo(context: LayerContext) -> torch.Tensor:
+    """float32 [H, n]: the most attention from the last queries, asked again after themselves."""
+    asked = context.queries
+    own = causal_lse(asked, context.keys[-len(asked) :], context.scale)
+    moved = rotate(asked.float(), *_turn(context, len(asked)), context.facts.neox)
+    return repeat_attention(moved, context.keys, context.scale, own)
 
 
 def _turn(context: LayerContext, shift: int) -> tuple[torch.Tensor, torch.Tensor]:
