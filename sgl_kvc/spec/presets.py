@@ -49,9 +49,10 @@ PRESETS: dict[str, Preset] = {
     # --- by the last queries' attention ---
     "kv-compress": Preset(
         "attention-window", "global", "KV-Compress, arXiv 2410.00161",
-        "Window 32, pool 9, 4 sinks and a head profile; the paper's 8, 7 and neither (kvc-paper) "
-        f"miss questions asked further up and what a copy needs next. {_ASKED}.",
-        {"window": 32, "pool": 9, "profile_power": 2.0},
+        "Window 32 and scores that fade to neighbours, where the paper has 8 and a pool of 7 "
+        "(kvc-paper): on real text whole sentences must stay. 4 sinks; a head profile if there is "
+        f"one. {_ASKED}.",
+        {"window": 32, "pool": 1, "half_life": 3.0, "profile_power": 1.0},
     ),
     "kvc-paper": Preset(
         "attention-window", "global", "KVC-w, KV-Compress, arXiv 2410.00161",
@@ -122,7 +123,7 @@ PRESETS: dict[str, Preset] = {
         "KVzip reads the prompt a second time, which cannot be bounded inside prefill. Here the "
         "first reading's queries are moved on and stand for the second's; parts are 256 tokens, "
         f"in the paper 2,048. {_ASKED}.",
-        {"leverage": 1.0, "profile_power": 1.0}, recent=32,
+        {"window": 1, "leverage": 1.0, "profile_power": 1.0},
     ),
     "virtual-repeat-echo": Preset(
         "virtual-repeat", "global", "after KVzip, arXiv 2505.23416",
