@@ -14,13 +14,15 @@ FILLER = [
 ]
 
 
-def numbers(seed: int, sentences: int = 60) -> tuple[str, str, str]:
+def numbers(seed: int, tokens: int = 1024) -> tuple[str, str, str]:
     """Document, question and answer: four numbers of five digits, one of which is asked for.
 
-    About 14 tokens a sentence in SmolLM2's vocabulary.
+    Parameters
+    ----------
+    tokens : of the prompt in SmolLM2's vocabulary and chat template, within a few per cent.
     """
     rng = Random(f"needles{seed}")
-    text = [rng.choice(FILLER) for _ in range(sentences)]
+    text = [rng.choice(FILLER) for _ in range(max(1, (tokens - 120) // 16))]
     places = rng.sample(PLACES, 4)
     values = [str(rng.randint(10_000, 99_999)) for _ in places]
     for place, value in zip(places, values, strict=True):

@@ -6,15 +6,17 @@ prints, for each knob, how many of the prompts that the uncompressed model answe
 the very same answer. No server is needed, so this is the quick way to try a scorer or its
 parameters; what the engine answers is the same (tests/bench/test_offline.py).
 
-    python -m bench.offline --model FOLDER --task numbers --n 100 --after '{"rate": 4}'
+    python -m bench.offline --model FOLDER --task numbers '{"rate": 4, "question_tokens": "all"}'
 
-asks a model of language (a folder in Hugging Face's format) for numbers in an English text.
+asks a model of language (a folder in Hugging Face's format) for numbers in an English text, and
+only after compression: "all" are the tokens that follow the prompt's document.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -62,13 +64,17 @@ class MaskedModel:
     @torch.inference_mode()
     def layers(self, tokens: list[int]) -> list[tuple[torch.Tensor, ...]]:
         """Of every layer queries [n, H*G, D], keys and values [n, H, D], rotated, and the queries'
-        log-sum-exp [n, H*G]. Those of the last `tokens` are remembered."""
-        if self._tokens != tokens:
+        log-sum-exp [n, H*G]. Those of the last `tokens` are remembered, for its beginnings too."""
+        known = self._tokens or []
+        if not tokens or known[: len(tokens)] != tokens:
             self._hidden, self._seen, self._cache = None, [], DynamicCache()
             batch = torch.tensor([tokens])
             out = self.model(batch, past_key_values=self._cache, logits_to_keep=1)
             self._tokens, self._logits = tokens, out.logits
             self._layers, self._seen = self._seen, None
+        elif len(known) > len(tokens):
+            self._tokens, self._logits = tokens, None
+            self._layers = [tuple(x[: len(tokens)] for x in layer) for layer in self._layers]
         self._cache.crop(len(tokens))
         return self._layers
 
@@ -98,6 +104,9 @@ class MaskedModel:
         layers, page = self.config.num_hidden_layers, self.page_size
         extent = Extent.of(spec, len(tokens), page)
         seen = self.layers(tokens[: extent.scored])
+        if extent.scored == len(tokens) and self._logits is None:
+            self._tokens = None
+            seen = self.layers(tokens)
         logits, self._hidden = self._logits, None
         if extent.compressed:
             scores = PromptScores(spec, extent, tokens, page, layers, self.facts)
@@ -163,8 +172,8 @@ def prompt_tokens(tokenizer, text: str) -> list[int]:
 def asked(args: argparse.Namespace, tokenizer: Any, seed: int) -> tuple[list[int], int, str]:
     """A prompt's tokens, how many of the first are document, and the answer."""
     if args.task == "numbers":
-        document, question, answer = numbers(seed)
-        text, begin = f"{document}\n\n{question}", f"{document}"
+        document, question, answer = numbers(seed, args.tokens)
+        text, begin = f"{document}\n\n{question}", document
     else:
         prompt = sample(args.task, args.tokens, Random(SEED + seed))
         text, answer = prompt.text, prompt.answer
@@ -181,8 +190,7 @@ def main() -> None:
     parser.add_argument("--task", choices=[*TASKS, "numbers"], default="questions8")
     parser.add_argument("--n", type=int, default=32, help="prompts answered uncompressed")
     parser.add_argument("--first", type=int, default=0, help="the first prompt's seed")
-    parser.add_argument("--tokens", type=int, default=1024, help="of a prompt, but for numbers")
-    parser.add_argument("--after", action="store_true", help="the question after compression")
+    parser.add_argument("--tokens", type=int, default=1024, help="of a prompt")
     args = parser.parse_args()
     torch.set_num_threads(1)
     masked, tokenizer = MaskedModel(args.model), AutoTokenizer.from_pretrained(args.model)
@@ -196,9 +204,11 @@ def main() -> None:
         if not ends:
             continue  # not a prompt that compression could spoil
         said, seen = said[: ends[0]], seen + 1
-        apart = {"question_tokens": len(tokens) - document} if args.after else {}
         for k, knob in enumerate(args.knobs):
-            right[k] += masked.says(tokens, parse(knob | apart), said)
+            if knob.get("question_tokens") == "all":
+                knob = knob | {"question_tokens": len(tokens) - document}
+            right[k] += masked.says(tokens, parse(knob), said)
+        print(f"{seen} of {tried}: {right}", file=sys.stderr, flush=True)
     print(f"{args.n} of {tried} prompts answered uncompressed; of these:")
     for knob, count in zip(args.knobs, right, strict=True):
         print(f"{count / args.n:.3f}  {json.dumps(knob)}")

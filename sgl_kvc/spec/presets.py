@@ -1,7 +1,7 @@
 """Policies by the names of their papers: a scorer, an apportioner and their parameters.
 
-Not among them is KVzip (arXiv 2505.23416): it scores by a second forward pass over the whole
-prompt, repeated, which does not fit into prefill.
+Not among them is KVzip (arXiv 2505.23416) itself: it scores by a second forward pass over the whole
+prompt, repeated, which does not fit into prefill; virtual-repeat is made after it.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ PRESETS: dict[str, Preset] = {
         "virtual-repeat", "global", "after KVzip, arXiv 2505.23416",
         "virtual-repeat that also asks the prompt's last 64 tokens again: for a question inside "
         f"the prompt that is about much of it, or asks for a copy. {_ASKED}.",
-        {"leverage": 1.0, "echo": 3.0, "profile_power": 1.0}, recent=32,
+        {"window": 64, "leverage": 1.0, "echo": 3.0, "repeat_power": 1.0}, recent=32,
     ),
     "expected-attention": Preset(
         "expected-attention", "adaptive", "Expected Attention, arXiv 2510.00636",

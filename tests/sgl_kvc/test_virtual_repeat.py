@@ -138,3 +138,17 @@ def test_a_question_asked_again(window):
             echo[lane // 2] = echo[lane // 2].maximum(attention)
     plain = score(p, NAME, part=PART, window=window)
     close(score(p, NAME, part=PART, window=window, echo=3.0), plain.double().maximum(3 * echo))
+
+
+def test_the_profile_weighs_what_is_read_again_but_not_the_question():
+    p = prompt()
+    plain, echo = score(p, NAME, part=PART), score(p, NAME, part=PART, window=8, echo=64.0)
+    assert score(p, NAME, part=PART, repeat_power=2.0).equal(plain), "there is no profile"
+    profile = torch.tensor([[0.5, 0.5, 0.5], [0.8, 0.2, 0.5]])
+    p.facts = dataclasses.replace(p.facts, head_profile=profile)
+    weights = (profile[p.layer] / 0.5)[:, None] ** 2
+    close(score(p, NAME, part=PART, repeat_power=2.0), plain * weights)
+    both = score(p, NAME, part=PART, window=8, echo=64.0, repeat_power=2.0)
+    asked = echo > plain
+    assert asked.any()
+    close(both[asked], (plain * weights).maximum(echo)[asked])

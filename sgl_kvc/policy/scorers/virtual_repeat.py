@@ -21,6 +21,7 @@ PARAMETERS = {
     "half_life": {"default": 0.0, "min": 0.0, "max": 1024.0},
     "leverage": {"default": 0.0, "min": 0.0, "max": 64.0},
     "echo": {"default": 0.0, "min": 0.0, "max": 64.0},
+    "repeat_power": {"default": 0.0, "min": 0.0, "max": 8.0},
 }
 CONTINUAL = "attention"
 
@@ -48,12 +49,13 @@ def observe(
     half_life: float,
     leverage: float,
     echo: float,
+    repeat_power: float,
 ) -> Reading:
     """Read again the parts that this chunk completes; carry over the queries of the last one.
 
     Parts are counted from the prompt's first token, so scores do not depend on the chunks.
     """
-    del window, half_life, leverage, echo
+    del window, half_life, leverage, echo, repeat_power
     queries, lse = context.queries, context.lse
     if lse is None:
         lse = causal_lse(queries, context.keys, context.scale)
@@ -82,6 +84,7 @@ def score(
     half_life: float,
     leverage: float,
     echo: float,
+    repeat_power: float,
 ) -> torch.Tensor:
     """The most attention any query pays that reads its part of the prompt again.
 
@@ -100,12 +103,17 @@ def score(
         can stand for it
     echo : a key counts at least this many times the attention it would get if the last `window`
         tokens came once more, right behind the prompt: a question at its end, asked again
+    repeat_power : all but the echo is multiplied by (the head's profile / the mean profile) to
+        this power, where the model has a head profile
     """
     del part, shift
     reading: Reading = context.state
     scores = reading.scores
     if leverage:
         scores = scores + leverage * key_leverage(context.keys)
+    weights = context.facts.head_weights(repeat_power) if repeat_power else None
+    if weights is not None:
+        scores = scores * weights[context.layer].to(scores)[:, None]
     if echo:
         scores = scores.maximum(echo * _echo(context))
     return fade_to_neighbours(scores, half_life) if half_life else scores
