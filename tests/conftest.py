@@ -27,6 +27,15 @@ if DEVICE == "cpu":
     del os.environ["TRITON_INTERPRET"]
 
 
+@pytest.fixture(autouse=True)
+def environment() -> Iterator[None]:
+    """SGLang's arguments set variables that servers of later tests would start with."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
 @pytest.fixture
 def device() -> str:
     return DEVICE

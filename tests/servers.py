@@ -12,6 +12,8 @@ import httpx
 from kvc_server import launch
 from kvc_server.generate import generate_body
 
+from tests import fork_server
+
 #: SGLang's own checks of its memory accounting, after every batch.
 STRICT = ("SGLANG_ENABLE_STRICT_MEM_CHECK_DURING_BUSY", "SGLANG_CHECK_KV_PAGE_INVARIANTS")
 
@@ -37,7 +39,8 @@ def sglang(
 ) -> Iterator[Engine]:
     """SGLang with an attention backend and its memory checks on, ready; killed afterwards."""
     program = launch.sglang(model, "--attention-backend", backend, *arguments)
-    with launch.launched(program, env=dict.fromkeys(STRICT, "1") | env) as server:
+    variables = dict.fromkeys(STRICT, "1") | env
+    with launch.launched(program, env=variables, popen=fork_server.popen) as server:
         yield Engine(**vars(server))
 
 

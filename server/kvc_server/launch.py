@@ -79,7 +79,7 @@ class Server:
 
     program: Program
     url: str
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes]  # or alike: `started`
     log: Path
 
     def wait_ready(self, within_s: float = READY_WITHIN_S) -> float:
@@ -130,6 +130,7 @@ def started(
     log: Path | None = None,
     verbose: bool = False,
     env: Mapping[str, str] | None = None,
+    popen: Callable[..., Any] = subprocess.Popen,
 ) -> Iterator[Server]:
     """A server on a free loopback port, which may not serve yet; stopped afterwards.
 
@@ -138,11 +139,12 @@ def started(
     log : file for its output; None takes a temporary one, which stays only after an exception.
     verbose : whether its output goes to our stderr, and not to the log.
     env : added to our environment.
+    popen : what makes the process, with the arguments of `subprocess.Popen`.
     """
     file = _temporary_log() if log is None else log
     with reserved_port() as port:
         with file.open("wb") as out:
-            process = subprocess.Popen(
+            process = popen(
                 program.command(port),
                 stdout=_STDERR if verbose else out,
                 stderr=subprocess.STDOUT,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 
 import pytest
 from kvc_server import launch
 
-from tests import tiny_models
+from tests import fork_server, tiny_models
 from tests.engine.conftest import prompt
 from tests.servers import assert_no_leak, sglang
 from tests.sgl_kvc.test_support import MLA, edit
@@ -54,23 +55,34 @@ def test_served_and_compressed(tmp_path, model, args):
 def test_a_refused_server_stops_and_says_why(tmp_path, changes, backends, sentence):
     folder = edit(tiny_models.write(tmp_path / "model"), **changes)
     log = tmp_path / "log"
-    with launch.started(launch.sglang(folder, *backends), log=log) as server:
+    program = launch.sglang(folder, *backends)
+    with launch.started(program, log=log, popen=fork_server.popen) as server:
         assert server.process.wait(180) != 0
     said = [line for line in log.read_text().splitlines() if "sgl-kvc cannot serve" in line]
     assert said, log.read_text()[-3000:]
     assert sentence in said[0]
 
 
-def test_another_sglang_is_refused_by_name():
+def refusal(tmp_path, script: str) -> str:
+    """What a process says that registers the plugin after `script`, and ends."""
+    log = tmp_path / "log"
+    command = [sys.executable, "-c", f"{script}; from sgl_kvc.plugin import register; register()"]
+    with log.open("wb") as out:
+        process = fork_server.popen(
+            command, stdout=out, stderr=subprocess.STDOUT, env=dict(os.environ)
+        )
+    assert process.wait(120) != 0
+    return log.read_text()
+
+
+def test_another_sglang_is_refused_by_name(tmp_path):
     """As if 0.5.23 were installed: its metadata says so, nothing else is changed."""
     script = (
         "import importlib.metadata as m; real = m.version;"
-        "m.version = lambda name: '0.5.23' if name == 'sglang' else real(name);"
-        "from sgl_kvc.plugin import register; register()"
+        "m.version = lambda name: '0.5.23' if name == 'sglang' else real(name)"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode != 0
-    assert "SGLang 0.5.23 is installed; sgl-kvc supports 0.5.17" in done.stderr
+    said = "SGLang 0.5.23 is installed; sgl-kvc supports 0.5.17"
+    assert said in refusal(tmp_path, script)
 
 
 @pytest.mark.parametrize(
@@ -81,13 +93,11 @@ def test_another_sglang_is_refused_by_name():
         ("mem_cache.allocator", "PagedTokenToKVPoolAllocator", "alloc_extend"),  # abstract above
     ],
 )
-def test_a_missing_seam_is_refused_by_name(module, owner, name):
+def test_a_missing_seam_is_refused_by_name(tmp_path, module, owner, name):
     """A rename upstream stops the process, with the name that is gone."""
     script = (
         f"from sglang.srt.{module} import {owner} as owner;"
-        f"owner.renamed = owner.{name}; del owner.{name};"
-        "from sgl_kvc.plugin import register; register()"
+        f"owner.renamed = owner.{name}; del owner.{name}"
     )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
-    assert done.returncode != 0
-    assert f"SGLang has no sglang.srt.{module}.{owner}.{name}" in done.stderr
+    said = f"SGLang has no sglang.srt.{module}.{owner}.{name}"
+    assert said in refusal(tmp_path, script)
