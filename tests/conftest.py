@@ -27,9 +27,9 @@ if DEVICE == "cpu":
     del os.environ["TRITON_INTERPRET"]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def environment() -> Iterator[None]:
-    """SGLang's arguments set variables that servers of later tests would start with."""
+    """SGLang's arguments set variables that servers of later files would start with."""
     before = dict(os.environ)
     yield
     os.environ.clear()
