@@ -29,7 +29,7 @@ demo: install  ## one question at rates 1 to 32, in a table
 	$(BIN)/sgl-kvc demo
 
 test: install  ## everything
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
 
 lint: install
 	$(BIN)/ruff check .

@@ -24,7 +24,8 @@ def largest_batch(server: Engine, rate: float) -> int:
     with ThreadPoolExecutor(REQUESTS) as pool:
         answers = list(pool.map(ask, range(REQUESTS)))
     assert [len(answer["output_ids"]) for answer in answers] == [60] * REQUESTS
-    batches = re.findall(r"#running-req: (\d+)", server.log.read_text()[seen:])
+    # Lines about prefill count requests that have just ended, too.
+    batches = re.findall(r"Decode batch.* #running-req: (\d+)", server.log.read_text()[seen:])
     return max(map(int, batches))
 
 
