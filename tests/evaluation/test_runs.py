@@ -113,30 +113,6 @@ def test_ruler_is_sized_by_the_model(gateway: Gateway, tmp_path: Path) -> None:
     assert all(15 < tokens < 40 for tokens in told)
 
 
-def test_answers_of_natural_text_are_forced(gateway: Gateway, tmp_path: Path) -> None:
-    """The recall model knows hardly a word of it; its likelihoods are told all the same."""
-    assert evaluate(
-        gateway.url, tmp_path, "--suite", "text", "--tasks", "numbers", "quote", "--length", "512",
-        "--n", "4", "--question", "inside", "after", "--policies", "random", "--rates", "4",
-    ) == 0  # fmt: skip
-    asked = {}
-    for answer in answers(tmp_path):
-        _, question, policy, _ = answer["cell"]
-        asked[answer["sample"], question, policy] = answer["question_tokens"]
-        assert answer["failed"] is None
-        assert answer["answer"] is None, "nothing was decoded"
-        assert answer["log_likelihood"] < 0
-        assert answer["score"] == (answer["tokens_right"] == 1)
-    assert len(asked) == 4 * 2 * 2
-    for sample_ in range(4):
-        assert asked[sample_, "inside", "off"] is None
-        inside, after = asked[sample_, "inside", "random"], asked[sample_, "after", "random"]
-        assert 0 < inside < after - 5, "lead and answer; and the question before them"
-    for (_, policy, _), cell in cells(tmp_path).items():
-        assert ("lost" in cell) == (policy != "off")
-        assert cell["tokens_right"]["n"] == 4
-
-
 def test_a_file_in_longbench_format(gateway: Gateway, tmp_path: Path) -> None:
     rows, prompts = [], tmp_path / "prompts.json"
     for number in range(3):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -49,13 +50,13 @@ def test_settings_name_the_option(options: dict, reason: str) -> None:
 
 def test_every_option_arrives_in_the_settings() -> None:
     """None of the values is a default."""
-    words = (
+    words = shlex.split(
         "serve --worker-url http://a --default-rate 3 --max-rate 99 --connect-timeout 1 "
         "--read-timeout 2 --max-body 3 --max-in-flight 4 --header-timeout 5 --body-timeout 6 "
         "--drain-timeout 7 --start-timeout 8 --hang-timeout 9 --policies knorm+uniform,kv-compress "
         "--no-all-queries --max-window 64 --min-budget 65 --min-recompress-every 66 "
         "--min-rate 2.5 --force-rate 67"
-    ).split()
+    )
     names = frozenset({"knorm+uniform", "kv-compress"})
     assert settings_of(build_parser().parse_args(words), ()) == Settings(
         "http://a", default_rate=3, max_rate=99, connect_timeout=1, read_timeout=2,
