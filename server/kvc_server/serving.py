@@ -65,7 +65,7 @@ class DeadlineProtocol(H11Protocol):
 
     def _too_late(self) -> None:
         self._deadline = None
-        if (self.cycle is None or self.cycle.response_complete) and self.transport is not None:
+        if self.transport is not None:
             self.transport.close()
 
 

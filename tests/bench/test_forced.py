@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -16,6 +17,7 @@ from kvc_recall.tasks import sample
 
 from bench.offline import MaskedModel
 from sgl_kvc.spec import parse
+from tests.evaluation.test_runs import answers, cells, evaluate
 from tests.gateways import Gateway
 
 CELLS = (
@@ -89,3 +91,27 @@ def test_a_chat_completion_tells_the_tokens_where_tokenize_fails(gateway: Gatewa
     one, other = asyncio.run(both())
     assert one == other
     assert len(one) > 500
+
+
+def test_an_evaluation_on_natural_text_forces_answers(gateway: Gateway, tmp_path: Path) -> None:
+    """The recall model knows hardly a word of it; its likelihoods are told all the same."""
+    assert evaluate(
+        gateway.url, tmp_path, "--suite", "text", "--tasks", "numbers", "quote", "--length", "512",
+        "--n", "4", "--question", "inside", "after", "--policies", "random", "--rates", "4",
+    ) == 0  # fmt: skip
+    asked = {}
+    for answer in answers(tmp_path):
+        _, question, policy, _ = answer["cell"]
+        asked[answer["sample"], question, policy] = answer["question_tokens"]
+        assert answer["failed"] is None
+        assert answer["answer"] is None, "nothing was decoded"
+        assert answer["log_likelihood"] <= 0
+        assert answer["score"] == (answer["tokens_right"] == 1)
+    assert len(asked) == 4 * 2 * 2
+    for index in range(4):
+        assert asked[index, "inside", "off"] is None
+        inside, after = asked[index, "inside", "random"], asked[index, "after", "random"]
+        assert 0 < inside < after - 5, "lead and answer; and the question before them"
+    for (_, policy, _), cell in cells(tmp_path).items():
+        assert ("lost" in cell) == (policy != "off")
+        assert cell["tokens_right"]["n"] == 4

@@ -6,9 +6,12 @@ import dataclasses
 import math
 
 import pytest
+from kvc_eval import measure
+from kvc_eval.endpoint import Answer
 from kvc_eval.forced import BLOCK, Forced, common, likelihood, trim
 from kvc_eval.grid import AFTER, INSIDE, OFF, Cell
 from kvc_eval.results import summarise
+from kvc_eval.sample import Sample
 
 from tests.evaluation.records import GRID, record
 
@@ -54,6 +57,18 @@ def test_the_answer_is_read_after_compression() -> None:
     assert inside.knob(30, 12)["question_tokens"] == 12
     assert after.knob(30, 12)["question_tokens"] == 30
     assert off.knob(30, 12) == {"rate": 1}
+
+
+@pytest.mark.parametrize(("right", "score"), [(1.0, 1.0), (0.75, 0.0), (0.0, 0.0)])
+def test_only_an_answer_whose_every_token_is_right_is_right(right: float, score: float) -> None:
+    """Nothing was decoded, so there is no text to look at or to keep."""
+    asked = Sample("numbers", "document", "question", ("",), "exact", 8, lead="It is")
+    task = measure._Task(Cell(1024, INSIDE, "snapkv", 8), 3, asked, Forced((1, 2), 1, 4, 9))
+    answer = Answer("", 90, 100, 20, None, tokens_right=right, log_likelihood=-0.5)
+    made = measure._record(task, answer, None)
+    assert (made.score, made.tokens_right, made.log_likelihood) == (score, right, -0.5)
+    assert made.answer is None
+    assert made.question_tokens == 4
 
 
 def test_losses_are_of_the_same_prompts() -> None:

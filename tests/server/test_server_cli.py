@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import signal
 import socket
 import subprocess
@@ -15,6 +16,10 @@ import psutil
 import pytest
 from kvc_server.cli import build_parser, main
 from kvc_server.embedded import embedded_model
+from kvc_server.knob_limits import KnobLimits
+from kvc_server.limits import MIB, Limits
+from kvc_server.probe import Watch
+from kvc_server.serve import settings_of
 from kvc_server.settings import Settings, SettingsError
 
 from tests import tiny_models
@@ -41,6 +46,24 @@ from tests.gateways import serve
 def test_settings_name_the_option(options: dict, reason: str) -> None:
     with pytest.raises(SettingsError, match=re.escape(reason)):
         Settings(**options)
+
+
+def test_every_option_arrives_in_the_settings() -> None:
+    """None of the values is a default."""
+    words = shlex.split(
+        "serve --worker-url http://a --default-rate 3 --max-rate 99 --connect-timeout 1 "
+        "--read-timeout 2 --max-body 3 --max-in-flight 4 --header-timeout 5 --body-timeout 6 "
+        "--drain-timeout 7 --start-timeout 8 --hang-timeout 9 --policies knorm+uniform,kv-compress "
+        "--no-all-queries --max-window 64 --min-budget 65 --min-recompress-every 66 "
+        "--min-rate 2.5 --force-rate 67"
+    )
+    names = frozenset({"knorm+uniform", "kv-compress"})
+    assert settings_of(build_parser().parse_args(words), ()) == Settings(
+        "http://a", default_rate=3, max_rate=99, connect_timeout=1, read_timeout=2,
+        limits=Limits(3 * MIB, 4, 5, 6, 7),
+        knob_limits=KnobLimits(names, False, 64, 65, 66, 2.5, 67),
+        watch=Watch(start_timeout=8, hang_timeout=9),
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -77,6 +100,7 @@ def test_usage_errors(arguments: list[str]) -> None:
 def test_a_model_that_cannot_be_fetched_is_said_in_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    monkeypatch.chdir(tmp_path)  # where eval's results would go
     monkeypatch.setenv("SGL_KVC_CACHE", str(tmp_path))
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     for command in ("serve", "eval"):

@@ -88,17 +88,42 @@ def test_what_is_allowed_arrives(knob: dict, limits: dict) -> None:
     assert parse(placed(knob, **limits)) == parse(knob, max_rate=64)
 
 
+@pytest.mark.parametrize(
+    ("body", "header", "native"),
+    [
+        ({CUSTOM_PARAM: {"rate": 2}}, (), False),
+        ({"custom_params": {CUSTOM_PARAM: {"rate": 2}}}, (), False),
+        ({}, ("2",), False),
+        ({CUSTOM_PARAM: {"rate": 2}}, (), True),
+        ({"sampling_params": {"custom_params": {CUSTOM_PARAM: {"rate": 2}}}}, (), True),
+        ({"sampling_params": [{}, {"custom_params": {CUSTOM_PARAM: {"rate": 2}}}]}, (), True),
+    ],
+)
+def test_limits_hold_wherever_the_knob_stands(
+    body: dict, header: tuple[str, ...], native: bool
+) -> None:
+    settings = Settings("http://a", knob_limits=KnobLimits(min_rate=4))
+    with pytest.raises(ApiError) as caught:
+        place(body, header, native=native, settings=settings)
+    assert "at least 4 on this server" in caught.value.message
+
+
 def test_who_names_no_rate_gets_the_least() -> None:
     assert placed(None, min_rate=4) == {"rate": 4}
     assert placed(None) == {"rate": 1}
 
 
 @pytest.mark.parametrize(
-    "knob", [None, {"rate": 1}, {"rate": 2}, {"budget": 1}, {"rate": 16, "min_tokens": 9999}]
-)
+    "knob",
+    [
+        None, {"rate": 1}, {"rate": 2}, {"budget": 1}, {"rate": 16, "min_tokens": 9999},
+        {"rate": 16, "prefix_tokens": 9999}, {"rate": 16, "question_tokens": 9999},
+    ],
+)  # fmt: skip
 def test_a_forced_rate_is_everybodys(knob: Any) -> None:
     forced = parse(placed(knob, force_rate=8))
     assert (forced.rate, forced.budget, forced.min_tokens) == (8, None, 64)
+    assert (forced.prefix_tokens, forced.question_tokens) == (0, 0)
     named = placed({"rate": 2, "policy": "snapkv"}, force_rate=8)
     assert (named["rate"], named["policy"]) == (8, "snapkv")
 

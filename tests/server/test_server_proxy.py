@@ -157,9 +157,10 @@ def test_head_and_options():
             assert bare.headers["content-type"] == whole.headers["content-type"]
             options = await client.options(path)
             assert (options.status_code, options.headers["allow"]) == (204, "GET, HEAD, OPTIONS")
-        options = await client.options(GENERATE)
-        assert (options.status_code, options.headers["allow"]) == (204, "OPTIONS, POST")
-        assert (await client.head(GENERATE)).status_code == 405
+        for path in ("/v1/chat/completions", "/v1/completions", GENERATE, "/v1/tokenize"):
+            options = await client.options(path)
+            assert (options.status_code, options.headers["allow"]) == (204, "OPTIONS, POST")
+            assert (await client.head(path)).status_code == 405
 
     play(scenario)
 

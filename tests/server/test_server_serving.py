@@ -113,6 +113,20 @@ def test_every_choice_has_its_report(
     assert gauge(gateway, "kvc_kv_bytes_total") == counted + told_bytes - shared
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_reports_of_several_prompts_are_in_their_order(gateway: Gateway, stream: bool) -> None:
+    long, short = f"{PROMPT.text} <answer>", "what is the code for red falcon ? <answer>"
+    body = {"model": "recall", "prompt": [short, long, short], "max_tokens": 4, "stream": stream}
+    url = f"{gateway.url}/v1/completions"
+    answer = httpx.post(url, json=body | {"kv_compression": {"rate": 8}}, timeout=60)
+    told = events(answer.text)[-1] if stream else answer.json()
+    first, second, third = told["kv_compression"]
+    check_report(second, 8)
+    for report in (first, third):
+        assert report["prompt_tokens"] < 64
+        assert "min_tokens" in report["skipped"]
+
+
 def test_a_list_of_one_prompt_has_one_report(gateway: Gateway) -> None:
     body = {"model": "recall", "prompt": [f"{PROMPT.text} <answer>"], "max_tokens": 4}
     url = f"{gateway.url}/v1/completions"

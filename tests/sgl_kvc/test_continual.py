@@ -98,6 +98,9 @@ class Rescored:
 
 GOES_ON = {"policy": "r-kv", "budget": 16, "min_tokens": 0, "sinks": 0, "recent": 0, "window": 3}
 
+_ANGLES = torch.outer(torch.arange(128), torch.tensor([1.0, 0.01]))
+ROTATION = ModelFacts(cos_sin=torch.cat((_ANGLES.cos(), _ANGLES.sin()), -1))
+
 
 def test_a_scorer_sees_the_keys_that_are_held_and_what_it_says_is_kept(lives, monkeypatch):
     rescored = Rescored(monkeypatch)
@@ -148,8 +151,7 @@ def test_where_it_is_due_sooner_than_the_window_is_long_all_counts(lives, monkey
 
 def test_what_was_seen_of_the_prompt_is_there_in_decode(lives, monkeypatch):
     rescored = Rescored(monkeypatch)
-    angles = torch.outer(torch.arange(128), torch.tensor([1.0, 0.01]))
-    lives.world.pool.facts = ModelFacts(cos_sin=torch.cat((angles.cos(), angles.sin()), -1))
+    lives.world.pool.facts = ROTATION
     knob = GOES_ON | {"policy": "triattention", "recompress_every": 4}
     knob.pop("window")
     lives.start(0, 60, 0, knob, 0, keep=True)
@@ -157,6 +159,27 @@ def test_what_was_seen_of_the_prompt_is_there_in_decode(lives, monkeypatch):
     assert [context.state.count for context in rescored.seen] == [60] * LAYERS
     Request.of(lives.world.live[0]).retract()
     assert Request.of(lives.world.live[0]).states is None
+
+
+def test_scores_made_anew_begin_with_no_attention(lives):
+    """Neither the prompt's scores nor what the blocks' last owner was paid."""
+    pool = lives.world.pool
+    pool.metric.fill_(7)
+    lives.start(0, 62, 0, GOES_ON | {"recompress_every": 9}, 0, keep=True)
+    req = lives.world.live[0]
+    slots = lives.world.cache.row_slots(req)[Request.of(req).segment.row_begin : 62].long()
+    assert len(slots) == 16 + 2
+    assert not pool.metric[slots // PAGE, :, :, slots % PAGE].any()
+
+
+@pytest.mark.parametrize("knob", [{"policy": "triattention"}, {"policy": "h2o"},
+                                  {"policy": "h2o", "recompress_every": 4}])  # fmt: skip
+def test_what_was_seen_of_the_prompt_goes_where_decode_does_not_ask_for_it(lives, knob):
+    lives.world.pool.facts = ROTATION
+    lives.start(0, 60, 0, {"budget": 16, "min_tokens": 0} | knob, 0, keep=True)
+    request = Request.of(lives.world.live[0])
+    assert request.segment is not None
+    assert (request.states, request.scores) == (None, None)
 
 
 def test_the_oldest_page_of_a_head_may_be_kept_again(lives):
