@@ -28,6 +28,18 @@ def test_attention_window(norm, power, group):
     close(got, expected)
 
 
+def test_attention_fades_to_neighbours_over_the_windows_edge():
+    """Key 31 is the last before a window of 8; two keys on, either way, half of it counts."""
+    p = prompt(40, 1, 1)
+    p.queries, p.keys = torch.zeros(40, 1, DIM), torch.zeros(40, 1, DIM)
+    p.queries[..., 0], p.keys[31, 0, 0] = 30.0, 1.0
+    got = score(p, "attention-window", window=8, pool=1, half_life=2.0)[0]
+    plain = score(p, "attention-window", window=8, pool=1)[0]
+    assert plain[[30, 32]].max() < 1e-3 * plain[31]
+    close(got[[27, 29, 33, 35]] / plain[31], torch.tensor([0.25, 0.5, 0.5, 0.25]))
+    assert (got >= plain).all()
+
+
 def test_tova():
     p = prompt()
     expected = p.attention(1).mean(dim=(0, 1, 2))
