@@ -17,11 +17,18 @@ from sgl_kvc.spec.parse import (
     parse_rate,
     policy_parameters,
 )
-from sgl_kvc.spec.presets import DEFAULT_POLICY, PRESETS, Preset
+from sgl_kvc.spec.presets import (
+    DEFAULT_POLICY,
+    DEFAULT_QUESTION_APART,
+    PRESETS,
+    Preset,
+    default_policy,
+)
 
 __all__ = [
     "CUSTOM_PARAM",
     "DEFAULT_POLICY",
+    "DEFAULT_QUESTION_APART",
     "FIELDS",
     "MAX_RATE",
     "MIN_RECENT",
@@ -33,6 +40,7 @@ __all__ = [
     "Parameter",
     "Preset",
     "SpecError",
+    "default_policy",
     "methods",
     "parse",
     "parse_rate",

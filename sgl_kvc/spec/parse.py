@@ -20,7 +20,13 @@ from typing import Any
 from sgl_kvc.spec import checks
 from sgl_kvc.spec.catalogue import Parameter, methods
 from sgl_kvc.spec.errors import SpecError
-from sgl_kvc.spec.presets import DEFAULT_POLICY, MIN_RECENT, PRESETS, Preset
+from sgl_kvc.spec.presets import (
+    DEFAULT_POLICY,
+    MIN_RECENT,
+    PRESETS,
+    Preset,
+    default_policy,
+)
 
 MAX_RATE = 1024.0
 
@@ -205,7 +211,7 @@ def _policy(given: Mapping[str, Any]) -> dict[str, Any]:
         scorer, apportioner = given["scorer"], given["apportioner"]
         name, preset = f"{scorer}+{apportioner}", Preset(scorer, apportioner, "", "")
     else:
-        name = given.get("policy", DEFAULT_POLICY)
+        name = given.get("policy", default_policy(bool(given.get("question_tokens"))))
         checks.one_of("policy", name, sorted(PRESETS))
         preset = PRESETS[name]
     used = ("scorer", "apportioner", "parameters", "sinks", "recent")

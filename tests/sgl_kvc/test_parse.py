@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from sgl_kvc.spec import (
+    DEFAULT_POLICY,
+    DEFAULT_QUESTION_APART,
     FIELDS,
     MIN_RECENT,
     OFF,
@@ -93,6 +95,19 @@ def test_the_servers_ceiling():
     assert isinstance(parse_rate(2), float)
     with pytest.raises(SpecError, match=r"at most 1\.5 on"):
         parse_rate(2, max_rate=1.5)
+
+
+def test_the_default_is_another_where_the_question_comes_later():
+    """Whoever names a policy, or both methods, gets what was named."""
+    assert parse({"rate": 8, "question_tokens": 40}).policy == DEFAULT_QUESTION_APART
+    assert parse({"rate": 8, "question_tokens": 0}).policy == DEFAULT_POLICY
+    assert parse({"rate": 8, "question_tokens": None}).policy == DEFAULT_POLICY
+    named = {"rate": 8, "question_tokens": 40, "policy": DEFAULT_POLICY}
+    assert parse(named).policy == DEFAULT_POLICY
+    assert parse(OWN | {"rate": 8, "question_tokens": 40}).policy == parse(OWN).policy
+    assert refusal({"rate": 8, "question_tokens": "x"})[0] == "question_tokens"
+    spec = parse({"rate": 8, "question_tokens": 40})
+    assert parse(spec.to_json()) == spec
 
 
 def test_what_a_plain_rate_means():

@@ -15,7 +15,7 @@ from tests import tiny_models
 from tests.sgl_kvc.lives import PAGE, World
 from tests.sgl_kvc.test_request import run
 
-PLAIN = {"rate": 4, "min_tokens": 0, "sinks": 1, "recent": 2, "window": 2}
+PLAIN = {"rate": 4, "min_tokens": 0, "sinks": 1, "recent": 2, "window": 2, "policy": "kv-compress"}
 H2O = {"rate": 4, "min_tokens": 0, "policy": "h2o"}
 GOES_ON = {"budget": 8, "recompress_every": 8} | {k: v for k, v in PLAIN.items() if k != "rate"}
 
