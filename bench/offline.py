@@ -2,21 +2,24 @@
 
     python -m bench.offline --task questions8 --n 32 '{"rate": 8}' '{"rate": 8, "pool": 7}'
 
-prints, for each knob, how many of the prompts that the uncompressed model answers rightly get
-the very same answer. No server is needed, so this is the quick way to try a scorer or its
+prints, for each knob, how many of the prompts that the uncompressed model answers rightly are
+still answered so. No server is needed, so this is the quick way to try a scorer or its
 parameters; what the engine answers is the same (tests/bench/test_offline.py).
 
     python -m bench.offline --model FOLDER --task numbers '{"rate": 4, "question_tokens": "all"}'
 
 asks a model of language (a folder in Hugging Face's format) for numbers in an English text, and
-only after compression: "all" are the tokens that follow the prompt's document.
+only after compression: "all" are the tokens that follow the prompt's document. `"oracle": true`
+scores keys by what the answer will attend to: how good any scores could be with the same bytes.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
+import time
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -24,14 +27,17 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from kvc_kernels.extend import attend
+from kvc_kernels.score import window_attention
 from kvc_recall import model_path
 from kvc_recall.tasks import TASKS, sample
 from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
+from bench.answers import Records, grade, line
 from bench.documents import numbers
 from sgl_kvc import profile
 from sgl_kvc.policy.base import ModelFacts
 from sgl_kvc.policy.scores import PromptScores
+from sgl_kvc.policy.selection import Selection, select
 from sgl_kvc.spec import OFF, CompressionSpec, Extent, parse
 
 SEED = 31_000_000  # far from the training's
@@ -50,6 +56,7 @@ class MaskedModel:
         AttentionInterface.register("kvc_offline", self._attention)
         self.model = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="kvc_offline")
         self.config, self.page_size = self.model.config, page_size
+        self._end = self.config.eos_token_id
         self.facts = self._read_facts(folder)
         self._hidden: torch.Tensor | None = None  # bool [L, H, S], keys a head has lost
         self._seen: list[tuple[torch.Tensor, ...]] | None = None  # while `layers` runs
@@ -83,18 +90,39 @@ class MaskedModel:
         """Up to `most` tokens, the end of sequence included."""
         logits = self._compress(tokens, spec)
         out = [int(logits[0, -1].argmax())]
-        while len(out) < most and out[-1] != self.config.eos_token_id:
+        while len(out) < most and out[-1] != self._end:
             logits = self._forward(out[-1:])
             out.append(int(logits[0, -1].argmax()))
         return out
 
     @torch.inference_mode()
-    def says(self, tokens: list[int], spec: CompressionSpec, answer: list[int]) -> bool:
-        """Whether `generate` would begin with `answer`, found in one forward."""
-        logits = self._compress(tokens, spec)[:, -1:]
-        if len(answer) > 1:
-            logits = torch.cat((logits, self._forward(answer[:-1])), dim=1)
-        return logits[0].argmax(dim=-1).tolist() == answer
+    def answer(
+        self, tokens: list[int], spec: CompressionSpec, said: list[int], most: int,
+        oracle: bool = False,
+    ) -> dict[str, list[int]]:
+        """What comes of an answer that the uncompressed model gave, as token ids.
+
+        Parameters
+        ----------
+        said : its tokens.
+        most : tokens generated.
+        oracle : keep what `said` will attend to, instead of what the spec's scorer says.
+
+        Returns
+        -------
+        forced : the most likely token at each place of `said`, where all before are as in it.
+        generated : greedily, up to `most`, no further than `said` if the same.
+        """  # fmt: skip
+        logits = self._compress(tokens, spec, said if oracle else None)[:, -1:]
+        if len(said) > 1:
+            logits = torch.cat((logits, self._forward(said[:-1])), dim=1)
+        forced = logits[0].argmax(dim=-1).tolist()
+        same = next((i for i, token in enumerate(said) if token != forced[i]), len(said))
+        generated = forced[: same + 1]
+        self._cache.crop(len(tokens) + same)
+        while same < len(said) and len(generated) < most and generated[-1] != self._end:
+            generated.append(int(self._forward(generated[-1:])[0, -1].argmax()))
+        return {"forced": forced, "generated": generated}
 
     @torch.inference_mode()
     def force(self, tokens: list[int], spec: CompressionSpec, answer: int) -> torch.Tensor:
@@ -113,8 +141,15 @@ class MaskedModel:
     def _forward(self, tokens: list[int]) -> torch.Tensor:
         return self.model(torch.tensor([tokens]), past_key_values=self._cache).logits
 
-    def _compress(self, tokens: list[int], spec: CompressionSpec) -> torch.Tensor:
-        """Read `tokens`, what follows the cut with what was kept; logits of the last."""
+    def _compress(
+        self, tokens: list[int], spec: CompressionSpec, answer: list[int] | None = None
+    ) -> torch.Tensor:
+        """Read `tokens`, what follows the cut with what was kept; logits of the last.
+
+        Parameters
+        ----------
+        answer : keys are scored by what it attends to, and what lies between it and the cut.
+        """
         layers, page = self.config.num_hidden_layers, self.page_size
         extent = Extent.of(spec, len(tokens), page)
         seen = self.layers(tokens[: extent.scored])
@@ -123,10 +158,10 @@ class MaskedModel:
             seen = self.layers(tokens)
         logits, self._hidden = self._logits, None
         if extent.compressed:
-            scores = PromptScores(spec, extent, tokens, page, layers, self.facts)
-            for layer, (queries, *cached, lse) in enumerate(seen):
-                scores.observe(layer, queries, extent.scored, lambda c=cached: c, self._scale, lse)
-            chosen = scores.select()
+            if answer is None:
+                chosen = self._scores(seen, tokens, spec, extent).select()
+            else:
+                chosen = self._foreseen(tokens[extent.scored :] + answer[:-1], spec, extent)
             kept = torch.zeros(layers * self.config.num_key_value_heads, extent.end)
             kept[:, : extent.begin] = 1
             runs = chosen.positions.split((chosen.pages * page).tolist())
@@ -136,6 +171,26 @@ class MaskedModel:
         if extent.scored < len(tokens):
             logits = self._forward(tokens[extent.scored :])
         return logits
+
+    def _scores(
+        self, seen: list, tokens: list[int], spec: CompressionSpec, extent: Extent
+    ) -> PromptScores:
+        scores = PromptScores(spec, extent, tokens, self.page_size, len(seen), self.facts)
+        for layer, (queries, *cached, lse) in enumerate(seen):
+            scores.observe(layer, queries, extent.scored, lambda c=cached: c, self._scale, lse)
+        return scores
+
+    def _foreseen(self, follows: list[int], spec: CompressionSpec, extent: Extent) -> Selection:
+        """What is kept if scores are the squared attention of what `follows` the scored."""
+        self._seen = []
+        self._forward(follows)
+        seen, self._seen = self._seen, None
+        self._cache.crop(extent.scored)
+        scores = [window_attention(q, k, self._scale, 2)[:, : extent.end] for q, k, *_ in seen]
+        return select(
+            torch.stack(scores), spec, extent.segment_blocks, self.page_size,
+            tail=extent.scored - extent.end,
+        )  # fmt: skip
 
     @torch.inference_mode()
     def _read_facts(self, folder: Path) -> ModelFacts:
@@ -205,27 +260,39 @@ def main() -> None:
     parser.add_argument("--n", type=int, default=32, help="prompts answered uncompressed")
     parser.add_argument("--first", type=int, default=0, help="the first prompt's seed")
     parser.add_argument("--tokens", type=int, default=1024, help="of a prompt")
+    parser.add_argument("--out", type=Path, help="records, which a later run goes on with")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="after which it stops")
     args = parser.parse_args()
     torch.set_num_threads(1)
     masked, tokenizer = MaskedModel(args.model), AutoTokenizer.from_pretrained(args.model)
-    right, tried, seen = [0] * len(args.knobs), 0, 0
-    while seen < args.n:
-        tokens, document, answer = asked(args, tokenizer, args.first + tried)
-        tried += 1
+    records, grades, seed, seen = Records(args.out), [[] for _ in args.knobs], args.first, 0
+    begin = time.monotonic()
+    while seen < args.n and time.monotonic() - begin < args.seconds:
+        of, seed = [args.task, args.tokens, seed], seed + 1
+        tokens, document, answer = asked(args, tokenizer, of[-1])
         most = len(answer.split()) + (32 if args.task == "numbers" else 2)
-        said = masked.generate(tokens, OFF, most)
-        ends = [i for i in range(1, len(said) + 1) if answer in tokenizer.decode(said[:i])]
-        if not ends:
+        if of not in records:
+            said = masked.generate(tokens, OFF, most)
+            ends = [i for i in range(1, len(said) + 1) if answer in tokenizer.decode(said[:i])]
+            records[of] = said[: ends[0]] if ends else None
+        said = records[of]
+        if said is None:
             continue  # not a prompt that compression could spoil
-        said, seen = said[: ends[0]], seen + 1
-        for k, knob in enumerate(args.knobs):
-            if knob.get("question_tokens") == "all":
-                knob = knob | {"question_tokens": len(tokens) - document}
-            right[k] += masked.says(tokens, parse(knob), said)
-        print(f"{seen} of {tried}: {right}", file=sys.stderr, flush=True)
-    print(f"{args.n} of {tried} prompts answered uncompressed; of these:")
-    for knob, count in zip(args.knobs, right, strict=True):
-        print(f"{count / args.n:.3f}  {json.dumps(knob)}")
+        seen += 1
+        for given, row in zip(args.knobs, grades, strict=True):
+            if [of, given] not in records:
+                knob = {key: value for key, value in given.items() if key != "oracle"}
+                if knob.get("question_tokens") == "all":
+                    knob["question_tokens"] = len(tokens) - document
+                got = masked.answer(tokens, parse(knob), said, most, given.get("oracle", False))
+                records[[of, given]] = grade(tokenizer, said, answer, got)
+            row.append(records[[of, given]])
+        told = [sum(each["right"] for each in row) for row in grades]
+        print(f"{seen} of {seed - args.first}: {told}", file=sys.stderr, flush=True)
+    print(f"{seen} of {seed - args.first} prompts answered uncompressed; of these right [95 %],")
+    print("in the same words, tokens right after the uncompressed model's:")
+    for knob, row in zip(args.knobs, grades, strict=True):
+        print(line(knob, row))
 
 
 if __name__ == "__main__":
