@@ -93,11 +93,11 @@ class CompressingRadixCache(RadixCache, PrefixCache):
         if extent.compressed and not extent.end:
             install(self, req, empty_segment(self.pool, request))
         elif extent.compressed and extent.segment_blocks:
-            known = self._known_states(req)
             layers, facts = self.pool.layer_num, self.pool.facts
             request.scores = PromptScores(
-                request.spec, extent, tokens, self.page_size, layers, facts, known
+                request.spec, extent, tokens, self.page_size, layers, facts, request.known
             )
+            request.known = None
 
     def room_before_cut(self, req: Req) -> int | None:
         """Tokens of `req` to be prefilled before it is compressed and the rest of it is read.
@@ -119,9 +119,11 @@ class CompressingRadixCache(RadixCache, PrefixCache):
         """
         req = params.req
         if req is not None:
-            extent, key = self._extent(req), params.key
+            request, extent, key = Request.of(req), self._extent(req), params.key
             if extent.compressed:
-                known = Request.of(req).spec.all_queries and self._known_states(req) is not None
+                # Kept until the prefill begins: others' states may displace them before it.
+                request.known = self._known_states(req)
+                known = request.known is not None
                 limit = extent.match_limit_with_states if known else extent.match_limit
                 limit = min(len(key), limit)
                 params.key = RadixKey(key.token_ids, key.extra_key, key.is_bigram, limit)

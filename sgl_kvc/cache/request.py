@@ -28,6 +28,8 @@ class Request:
     extent : what of the prompt is compressed, or why nothing is; set when it is first matched
         against the prefix cache, anew after a retraction.
     scores : of the prompt, while it is prefilled and until it is compressed.
+    known : what the scorer saw of this prompt before, by layer, which allows more of it to come
+        from the prefix cache; from the match until the prefill begins.
     states : what the scorer saw of the prompt, by layer, where it scores anew what is held in
         decode; else None.
     segment : what was kept of it; None while it is uncompressed.
@@ -42,6 +44,7 @@ class Request:
         self.row: int | None = None
         self.extent: Extent | None = None
         self.scores: PromptScores | None = None
+        self.known: list[Any] | None = None
         self.states: list[Any] | None = None
         self.segment: Segment | None = None
         self.report: Report | None = None
@@ -109,7 +112,7 @@ class Request:
 
     def retract(self) -> None:
         """Forget everything that belongs to memory the request no longer holds."""
-        self.row = self.extent = self.scores = self.states = self.segment = None
+        self.row = self.extent = self.scores = self.known = self.states = self.segment = None
         self.block_digests = []
 
 

@@ -122,12 +122,22 @@ class LayerContext:
     def window_attention(self, power: int = 1, **how: Any) -> torch.Tensor:
         """float32 [H, n], attention every key gets (`kvc_kernels.score.window_attention`)."""
         return window_attention(
-            self.queries, self.keys, self.scale, power, lse=self.lse, **how
+            self.queries, self.keys, self.scale, power, lse=self._exact_lse, **how
         )
 
     def causal_attention(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Attention itself, in blocks of queries (`kvc_kernels.score.causal_attention`)."""
-        return causal_attention(self.queries, self.keys, self.scale, lse=self.lse)
+        return causal_attention(self.queries, self.keys, self.scale, lse=self._exact_lse)
+
+    @property
+    def _exact_lse(self) -> torch.Tensor | None:
+        """The log-sum-exp, for attention that several keys may get all of.
+
+        On a CPU None: it is found anew, from the same logits, and such keys tie at exactly 1. That
+        of the prefill is rounded otherwise when the prompt's beginning was cached, and which of
+        them are kept would depend on it.
+        """
+        return self.lse if self.keys.is_cuda else None
 
 
 @dataclasses.dataclass(frozen=True)

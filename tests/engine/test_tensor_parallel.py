@@ -13,6 +13,8 @@ KNOBS = [
     {"rate": 4},
     {"rate": 4, "question_tokens": 20},
     {"budget": 48, "recompress_every": 16, "policy": "snapkv"},
+    {"rate": 4, "scorer": "attention-window", "apportioner": "uniform", "half_life": 3.0},
+    {"rate": 4, "scorer": "virtual-repeat", "apportioner": "uniform", "leverage": 1.0},
 ]
 
 
@@ -43,9 +45,9 @@ def test_two_ranks_hold_what_one_holds(alone_and_parallel, number):
     assert parallel["kept_per_head"]["mean"] == alone["kept_per_head"]["mean"]
 
 
-@pytest.mark.parametrize("number", [0, 1, 4])
+@pytest.mark.parametrize("number", [0, 1, 4, 5, 6])
 def test_where_ranks_do_not_compete_two_answer_as_one(alone_and_parallel, number):
-    """SnapKV gives every head the same, so it does not matter whose head it is."""
+    """Where every head keeps the same, it does not matter whose head it is."""
     alone, parallel = (answers[number] for answers in alone_and_parallel)
     assert parallel["output_ids"] == alone["output_ids"]
     assert parallel["kv_compression"]["kept_per_head"] == alone["kv_compression"]["kept_per_head"]

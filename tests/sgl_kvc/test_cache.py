@@ -31,6 +31,7 @@ KNOBS = [
     {"budget": 9, "min_tokens": 0, "policy": "random"},
     {"rate": 3, "min_tokens": 0, "policy": "streaming-llm"},
     {"rate": 4, "min_tokens": 0, "question_tokens": 7, "recent": 3, "policy": "kv-compress"},
+    {"rate": 4, "min_tokens": 0, "question_tokens": 7, "recent": 3, "part": 16},
     {"rate": 2, "min_tokens": 0, "question_tokens": 30, "policy": "random"},
     {"rate": 3, "min_tokens": 0, "policy": "h2o", "recent": 2},
     {"rate": 4, "min_tokens": 0, "prefix_tokens": 13, "sinks": 14},
@@ -44,6 +45,7 @@ KNOBS = [
      "policy": "kv-compress"},
     {"budget": 12, "recompress_every": 5, "policy": "h2o", "recent": 2},
     {"rate": 3, "recompress_every": 4, "policy": "streaming-llm"},
+    {"budget": 12, "recompress_every": 5, "policy": "virtual-repeat", "question_tokens": 9},
     {"budget": 12, "recompress_every": 6, "policy": "r-kv", "window": 3},
     {"rate": 3, "recompress_every": 4, "policy": "r-kv", "prefix_tokens": 9, "question_tokens": 4},
 ]

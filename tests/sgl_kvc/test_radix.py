@@ -239,6 +239,23 @@ def test_a_flushed_cache_has_forgotten_everything():
     assert not world.pool.spans.is_compressed(req.req_pool_idx)
 
 
+def test_states_are_held_from_the_match_on():
+    """Others may end in between (priority scheduling), and their states displace these."""
+    world = World(40)
+    scores = []
+    for forget in (False, True):
+        req = world.request(prompt(32), H2O)
+        done = world.admit(req)
+        assert (done > 0) == forget
+        if forget:
+            world.cache.states.clear()
+        assert world.prefill(req, done, 32)
+        scores.append(Request.of(req).scores.states)
+        world.cache.cache_unfinished_req(req)
+    for first, second in zip(*scores, strict=True):
+        assert second is first
+
+
 @pytest.mark.parametrize(("how", "cached"), [({}, 32), ({"is_insert": False}, 0)])
 def test_what_is_left_to_the_tree(how, cached):
     """All of it, unless SGLang says otherwise: of a retracted request nothing."""
