@@ -5,10 +5,11 @@ rules as the engine. The gateway imports nothing else of ours.
 """
 
 from sgl_kvc.spec.catalogue import Method, Parameter, methods
-from sgl_kvc.spec.errors import CUSTOM_PARAM, SpecError
+from sgl_kvc.spec.errors import CUSTOM_PARAM, PIN_PARAM, SpecError
 from sgl_kvc.spec.extent import Extent
 from sgl_kvc.spec.parse import (
     FIELDS,
+    LAST_MESSAGE,
     MAX_RATE,
     MIN_RECENT,
     OFF,
@@ -30,9 +31,11 @@ __all__ = [
     "DEFAULT_POLICY",
     "DEFAULT_QUESTION_APART",
     "FIELDS",
+    "LAST_MESSAGE",
     "MAX_RATE",
     "MIN_RECENT",
     "OFF",
+    "PIN_PARAM",
     "PRESETS",
     "CompressionSpec",
     "Extent",
