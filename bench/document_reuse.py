@@ -74,7 +74,8 @@ def main() -> None:
     prefilled = sum(DOCUMENT + QUESTION - each["cached"] for each in together)
     rest = statistics.median(each["ttft_ms"] for each in alone[1:])
     report = {
-        "command": f"python -m bench.document_reuse --requests {args.requests} --rate {args.rate:g}",
+        "command": "python -m bench.document_reuse "
+        f"--requests {args.requests} --rate {args.rate:g}",
         "machine": describe(),
         "ttft of the first, ms": round(alone[0]["ttft_ms"], 1),
         "ttft of the next over the first": round(rest / alone[0]["ttft_ms"], 3),

@@ -102,12 +102,13 @@ def create_app(settings: Settings, program: Program | None = None) -> FastAPI:
     async def keep(request: Request) -> Response:
         body = json_object(await read_body(request.headers, request.receive, settings.limits))
         with admission.admitted() as cut:
-            return JSONResponse(await stored.create(body, request.headers.getlist(HEADER)))
-        assert cut.cancelled_caught
-        raise shutting_down()
+            answer = JSONResponse(await stored.create(body, request.headers.getlist(HEADER)))
+        if cut.cancelled_caught:
+            raise shutting_down()
+        return answer
 
     async def kept(request: Request) -> Response:
-        return JSONResponse(await stored.list(request.query_params.get("cache_salt")))
+        return JSONResponse(await stored.all(request.query_params.get("cache_salt")))
 
     async def release(request: Request) -> Response:
         name, salt = request.path_params["name"], request.query_params.get("cache_salt")

@@ -84,7 +84,7 @@ class Documents:
         found = [each for each in await self._stored(salt) if each["id"] == name]
         return found[0] if found else {"id": name, "tokens": end, "expires": expires}
 
-    async def list(self, salt: str | None) -> dict[str, Any]:
+    async def all(self, salt: str | None) -> dict[str, Any]:
         """The stored segments of one tenant, whoever made them."""
         return {"object": "list", "data": await self._stored(salt)}
 
