@@ -182,7 +182,7 @@ def _knob(body: dict[str, Any], header: Sequence[str], settings: Settings) -> di
     if asked is None or header:
         given = {name: body[name] for name in (CUSTOM_PARAM,) if name in body}
         placed = knob.place(given, header, native=False, settings=settings)
-        asked = placed["custom_params"][CUSTOM_PARAM]
+        asked = {"rate": placed["custom_params"][CUSTOM_PARAM]["rate"]}  # nobody named a policy
     for field in ("question", "question_tokens", "recompress_every"):
         if isinstance(asked, dict) and asked.get(field):
             raise _bad(f"{CUSTOM_PARAM}.{field}", "is of a request that reads the document")

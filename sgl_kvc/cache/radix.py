@@ -128,6 +128,7 @@ class CompressingRadixCache(SegmentRadixCache, PrefixCache):
             extent, key = self._extent(req), params.key
             request = Request.of(req)
             request.found = self.find_segment(req) if len(key) >= extent.end else None
+            request.known = None
             if request.found is not None:
                 return self.match_behind(request.found, key)
             if extent.compressed:

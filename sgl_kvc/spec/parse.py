@@ -231,7 +231,8 @@ def _policy(given: Mapping[str, Any]) -> dict[str, Any]:
         scorer, apportioner = given["scorer"], given["apportioner"]
         name, preset = f"{scorer}+{apportioner}", Preset(scorer, apportioner, "", "")
     else:
-        name = given.get("policy", default_policy(bool(given.get("question_tokens"))))
+        apart = bool(given.get("question_tokens") or given.get("question"))
+        name = given.get("policy", default_policy(apart))
         checks.one_of("policy", name, sorted(PRESETS))
         preset = PRESETS[name]
     used = ("scorer", "apportioner", "parameters", "sinks", "recent")

@@ -102,16 +102,14 @@ def test_the_servers_ceiling():
 
 
 def test_the_default_is_another_where_the_question_comes_later():
-    """Whoever names a policy, or both methods, gets what was named."""
-    assert parse({"rate": 8, "question_tokens": 40}).policy == DEFAULT_QUESTION_APART
-    assert parse({"rate": 8, "question_tokens": 0}).policy == DEFAULT_POLICY
-    assert parse({"rate": 8, "question_tokens": None}).policy == DEFAULT_POLICY
-    named = {"rate": 8, "question_tokens": 40, "policy": DEFAULT_POLICY}
-    assert parse(named).policy == DEFAULT_POLICY
+    for apart in ({"question_tokens": 40}, {"question": "last_message"}):
+        spec = parse({"rate": 8} | apart)
+        assert spec.policy == DEFAULT_QUESTION_APART
+        assert parse(spec.to_json()) == spec
+    for inside in ({"question_tokens": 0}, {"question_tokens": None}, {"question": None}):
+        assert parse({"rate": 8} | inside).policy == DEFAULT_POLICY
+    assert parse({"rate": 8, "question_tokens": 40, "policy": "snapkv"}).policy == "snapkv"
     assert parse(OWN | {"rate": 8, "question_tokens": 40}).policy == parse(OWN).policy
-    assert refusal({"rate": 8, "question_tokens": "x"})[0] == "question_tokens"
-    spec = parse({"rate": 8, "question_tokens": 40})
-    assert parse(spec.to_json()) == spec
 
 
 def test_what_a_plain_rate_means():
