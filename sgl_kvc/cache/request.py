@@ -7,6 +7,8 @@ from array import array
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from sgl_kvc.cache.digests import chained_digests
+from sgl_kvc.cache.segments import Namespace, StoredSegment
 from sgl_kvc.policy.base import ModelFacts
 from sgl_kvc.policy.scores import PromptScores
 from sgl_kvc.pool.segment import Segment
@@ -31,6 +33,8 @@ class Request:
     states : what the scorer saw of the prompt, by layer, where it scores anew what is held in
         decode; else None.
     segment : what was kept of it; None while it is uncompressed.
+    stored : the prefix cache's entry that `segment` is; None if the segment is the request's own.
+    found : the entry that it was last matched with; None if there was none.
     report : what the response will tell; None before the prefill.
     block_digests : of every whole block of the prompt, chained, so that equal digests mean equal
         prefixes; empty while the request holds no memory.
@@ -44,9 +48,12 @@ class Request:
         self.scores: PromptScores | None = None
         self.states: list[Any] | None = None
         self.segment: Segment | None = None
+        self.stored: StoredSegment | None = None
+        self.found: StoredSegment | None = None
         self.report: Report | None = None
         self.block_digests: list[Hashable] = []
         self._states_key: tuple[int, tuple[Hashable, ...]] | None = None
+        self._digests: list[Hashable] = []
 
     @classmethod
     def of(cls, req: Req) -> Request:
@@ -72,6 +79,29 @@ class Request:
         return bool(self.spec.recompress_every) and self.extent is not None and (
             self.extent.compressed
         )
+
+    def shares_segment(self, req: Req) -> bool:
+        """Whether requests with the same knob may read its segment, and it theirs.
+
+        What is kept must follow from the tokens it stands for: not from a question behind them,
+        nor from embeddings that came in their place.
+        """
+        if self.extent is None or self.extent.cut is None or self.goes_on:
+            return False
+        return req.positional_embed_overrides is None
+
+    def namespace(self, req: Req) -> Namespace:
+        """Whose segments it may read."""
+        assert self.extent is not None
+        return Namespace(req.extra_key, self.extent.begin, self.spec.shape)
+
+    def digests(self, req: Req, page_size: int) -> Sequence[Hashable]:
+        """`chained_digests` of what is compressed of its prompt."""
+        assert self.extent is not None
+        blocks = self.extent.end // page_size
+        if len(self._digests) != blocks:
+            self._digests = chained_digests(self.prompt(req)[: self.extent.end], None, page_size)
+        return self._digests
 
     def prompt(self, req: Req) -> Sequence[int]:
         """Token ids that are prefilled, which is what the knob is about.
@@ -110,6 +140,7 @@ class Request:
     def retract(self) -> None:
         """Forget everything that belongs to memory the request no longer holds."""
         self.row = self.extent = self.scores = self.states = self.segment = None
+        self.stored = self.found = None
         self.block_digests = []
 
 
@@ -120,3 +151,16 @@ def missing_facts(spec: CompressionSpec, facts: ModelFacts) -> str | None:
             if getattr(facts, need) is None:
                 return f"{method.name} needs the model's {need.replace('_', ' ')}; there is none"
     return None
+
+
+def decodes(req: Req) -> bool:
+    """Whether a decode step will read what `req` holds."""
+    return req.sampling_params.max_new_tokens > 1
+
+
+def shows_its_prompt(req: Req) -> bool:
+    """Whether `req` decodes nothing but shows a prompt to a scorer that looks at every query.
+
+    SGLang sends such a request before the copies of ``n > 1``; they will find the states.
+    """
+    return req.sampling_params.max_new_tokens == 0 and Request.of(req).spec.all_queries

@@ -34,20 +34,26 @@ _CACHE = (
         "sglang.srt.mem_cache.radix_cache.RadixCache",
         "__init__(params) reset match_prefix(params) cache_unfinished_req(req,chunked) "
         "cache_finished_req(req,is_insert,kv_len_to_handle) dec_lock_ref(node) evictable_size "
-        "inc_lock_ref(node) disable page_size req_to_token_pool root_node "
-        "token_to_kv_pool_allocator",
+        "inc_lock_ref(node) insert(params) _delete_leaf(node) disable disable_finished_insert "
+        "page_size req_to_token_pool root_node token_to_kv_pool_allocator",
         "the radix cache that requests leave compressed is a subclass",
     ),
     Uses(
         "sglang.srt.mem_cache.radix_cache.RadixKey",
         "__init__(token_ids,extra_key,is_bigram,limit) token_ids extra_key is_bigram limit "
-        "__len__",
+        "__len__ page_aligned(page_size)",
         "the prefix cache gives at most the prompt without its window",
     ),
+    Uses("sglang.srt.mem_cache.radix_cache.TreeNode", "key", "a segment is an entry of the tree"),
     Uses("sglang.srt.mem_cache.base_prefix_cache.MatchPrefixParams", "key req",
          "the request decides how much the prefix cache may give"),
-    Uses("sglang.srt.mem_cache.base_prefix_cache.MatchResult", "last_device_node",
+    Uses("sglang.srt.mem_cache.base_prefix_cache.MatchResult",
+         "device_indices last_device_node _replace",
          "a compressed request goes on holding what it shares"),
+    Uses("sglang.srt.mem_cache.base_prefix_cache.InsertParams", "key value chunked priority",
+         "a segment is an entry of the tree"),
+    Uses("sglang.srt.mem_cache.base_prefix_cache.InsertResult", "prefix_len",
+         "a segment is an entry of the tree"),
     Uses(
         "sglang.srt.mem_cache.cache_init_params.CacheInitParams",
         "page_size token_to_kv_pool_allocator",
@@ -141,8 +147,9 @@ _SCHEDULER = (
     Uses(
         "sglang.srt.managers.schedule_batch.Req",
         "cache_protected_len customized_info extra_key finished full_untruncated_fill_ids "
-        "get_fill_ids kv kv_committed_len last_node origin_input_ids output_ids_through_stop "
-        "prefix_indices req_pool_idx rid sampling_params session",
+        "get_fill_ids kv kv_committed_len last_node origin_input_ids output_ids "
+        "output_ids_through_stop positional_embed_overrides prefix_indices priority req_pool_idx "
+        "rid sampling_params session",
         "a request's prompt, row and place in the tree",
     ),
     Uses("sglang.srt.managers.schedule_batch.ReqKvInfo", "kv_allocated_len",

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 from sgl_kvc.spec import checks
@@ -93,6 +93,13 @@ class CompressionSpec:
         if kind == "attention" and self.parameters.get("norm", "l2") == "l2":
             return "squared attention"
         return str(kind)
+
+    @property
+    def shape(self) -> Hashable:
+        """All of the knob that shapes what is kept of given tokens, but `prefix_tokens`."""
+        size = (self.rate, self.budget, self.max_rate)
+        parameters = tuple(sorted(self.parameters.items()))
+        return (*size, self.scorer, self.apportioner, parameters, self.sinks, self.recent)
 
     def blocks_for(self, whole: int, page_size: int) -> int:
         """Blocks that `whole` blocks of `page_size` tokens are compressed to, at least 1."""

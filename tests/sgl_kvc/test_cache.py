@@ -78,14 +78,33 @@ class Lives(RuleBasedStateMachine):
         `keep` False aborts it before its end; with `other_ends` another request ends after
         each chunk.
         """
+        tokens = [family * 1000 + i for i in range(shared)] + [2000 + self.world.started] * own
+        self._prefill(tokens, knob, chunk, keep, other_ends)
+
+    @rule(
+        document=st.sampled_from([(0, 24), (0, 40), (1, 24)]),
+        question=st.sampled_from([[7], [8] * 9]),
+        knob=st.sampled_from([each for each in KNOBS if each and "question_tokens" in each]),
+        chunk=st.sampled_from([0, 0, PAGE]),
+        keep=st.booleans(),
+        other_ends=st.booleans(),
+    )
+    def ask(self, document, question, knob, chunk, keep, other_ends):
+        """A question about a document: requests like it share a segment."""
+        tokens = [document[0] * 1000 + i for i in range(document[1])] + question
+        knob = knob | {"question_tokens": len(question)}
+        self._prefill(tokens, knob, chunk, keep, other_ends)
+
+    def _prefill(self, tokens, knob, chunk, keep, other_ends):
         world = self.world
         if len(world.live) == ROWS:
             return
-        tokens = [family * 1000 + i for i in range(shared)] + [2000 + world.started] * own
         req = world.request(tokens, knob)
         done = world.admit(req)
-        extent = Request.of(req).extent
-        if extent.compressed:
+        extent, found = Request.of(req).extent, Request.of(req).found
+        if found is not None:
+            assert done >= found.segment.end == extent.end
+        elif extent.compressed:
             assert done <= max(0, extent.scored - Request.of(req).spec.window)
         while done < len(tokens):
             end = min(len(tokens), done // PAGE * PAGE + chunk) if chunk else len(tokens)
