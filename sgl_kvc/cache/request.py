@@ -67,7 +67,10 @@ class Request:
             custom = req.sampling_params.custom_params
             knob = custom.get(CUSTOM_PARAM) if isinstance(custom, dict) else None
             try:
-                found = cls(parse(knob))
+                spec = parse(knob)
+                if spec.question is not None:
+                    raise SpecError("question", "nobody has counted its tokens")
+                found = cls(spec)
             except SpecError as error:
                 found = cls(OFF, str(error))
             req.kvc = found

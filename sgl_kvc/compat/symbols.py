@@ -227,6 +227,12 @@ _SERVER = (
         "server_args",
         "the knob is validated and the report lifted there",
     ),
+    Uses("sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat",
+         "_convert_to_internal_request(request,raw_request) "
+         "_process_messages(request,is_multimodal)",
+         "the tokens of a chat's last message are counted"),
+    Uses("sglang.srt.entrypoints.openai.protocol.ChatCompletionRequest", "input_ids messages",
+         "the tokens of a chat's last message are counted"),
     Uses("sglang.srt.plugins.hook_registry.HookRegistry", "register(target,hook,hook_type)",
          "hooks are taken with it"),
     Uses("sglang.srt.plugins.hook_registry.HookType", "BEFORE AFTER AROUND",

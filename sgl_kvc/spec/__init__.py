@@ -9,6 +9,7 @@ from sgl_kvc.spec.errors import CUSTOM_PARAM, SpecError
 from sgl_kvc.spec.extent import Extent
 from sgl_kvc.spec.parse import (
     FIELDS,
+    LAST_MESSAGE,
     MAX_RATE,
     MIN_RECENT,
     OFF,
@@ -23,6 +24,7 @@ __all__ = [
     "CUSTOM_PARAM",
     "DEFAULT_POLICY",
     "FIELDS",
+    "LAST_MESSAGE",
     "MAX_RATE",
     "MIN_RECENT",
     "OFF",

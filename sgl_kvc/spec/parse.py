@@ -43,7 +43,10 @@ class CompressionSpec:
     prefix_tokens : the prompt's first tokens, kept whole and shared with other requests; only
         what follows is compressed.
     question_tokens : the prompt's last tokens, read only after compression, as a later turn's
-        would be; no score sees them.
+        would be; no score sees them. What precedes them is compressed once for all requests that
+        agree in it and in the knob.
+    question : "last_message", where the server is to count them in a chat: from where the last
+        message's content begins.
     force : compress even where the copy takes more memory than it frees, because most of the
         prompt is shared with others that run; then the result depends on the request alone.
     recompress_every : decoded tokens after which segment and tail are compressed again, by what
@@ -62,6 +65,7 @@ class CompressionSpec:
     min_tokens: int = 64
     prefix_tokens: int = 0
     question_tokens: int = 0
+    question: str | None = None
     recompress_every: int = 0
     force: bool = False
 
@@ -122,6 +126,8 @@ class CompressionSpec:
             fields["max_rate"] = self.max_rate
         if self.force:
             fields["force"] = True
+        if self.question is not None:
+            fields["question"] = self.question
         if self.policy in PRESETS:
             return fields | {"policy": self.policy}
         return fields | {"scorer": self.scorer, "apportioner": self.apportioner}
@@ -136,7 +142,9 @@ _INTEGERS = {  # field: (min, max)
     "question_tokens": (0, 1 << 24),
     "recompress_every": (0, 1 << 24),
 }
-FIELDS = ("rate", "max_rate", "policy", "scorer", "apportioner", *_INTEGERS, "force")
+FIELDS = ("rate", "max_rate", "policy", "scorer", "apportioner", *_INTEGERS, "question", "force")
+#: What `question` can be.
+LAST_MESSAGE = "last_message"
 
 
 def parse(knob: Any, *, max_rate: float = MAX_RATE) -> CompressionSpec:
@@ -175,6 +183,11 @@ def parse(knob: Any, *, max_rate: float = MAX_RATE) -> CompressionSpec:
     if "force" in given:
         checks.one_of("force", given["force"], [False, True])
         values["force"] = given["force"]
+    if "question" in given:
+        checks.one_of("question", given["question"], [LAST_MESSAGE])
+        if values.get("question_tokens"):
+            raise SpecError("question", "give either question or question_tokens, not both")
+        values["question"] = given["question"]
     if values.get("recompress_every"):
         for family in ("scorer", "apportioner"):
             if not methods(f"{family}s")[values[family]].continual:

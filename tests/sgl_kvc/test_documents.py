@@ -13,7 +13,7 @@ from tests.sgl_kvc.lives import PAGE, World
 from tests.sgl_kvc.test_cache import Lives
 from tests.sgl_kvc.test_request import blocks_held, run
 
-KNOB = {"rate": 4, "min_tokens": 0, "sinks": 1, "recent": 2, "window": 2}
+KNOB = {"rate": 4, "policy": "kv-compress", "min_tokens": 0, "sinks": 1, "recent": 2, "window": 2}
 DOCUMENT, SEGMENT = list(range(100, 132)), 2  # blocks of the segment; 8 of the document
 
 
