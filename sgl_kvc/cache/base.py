@@ -66,5 +66,8 @@ class PrefixCache(Protocol):
     def hold_segment(self, req: Req, stored: StoredSegment) -> None:
         """Lock `stored`, and what precedes it, instead of what `req` has locked."""
 
+    def pin_segment(self, stored: StoredSegment, expires: float | None) -> bool:
+        """Keep `stored` until it is released; False where there is no room for more."""
+
     def hold_only(self, req: Req, tokens: int) -> None:
         """Lock the cache's first `tokens` of the prompt, a block boundary, and nothing behind."""

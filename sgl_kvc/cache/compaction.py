@@ -78,7 +78,10 @@ def begin_reading(cache: PrefixCache, req: Req, stored: StoredSegment) -> None:
     with cache.behind_forward():
         cache.point_row(req, segment)
     request.segment, request.stored, request.scores = segment, stored, None
+    stored.readers += 1
     request.report = _compressed(request, request.extent, segment, cache.block)
+    if request.pin is not None and cache.pin_segment(stored, request.pin.expires):
+        request.report.pinned = stored.name
 
 
 def install(cache: PrefixCache, req: Req, segment: Segment) -> None:

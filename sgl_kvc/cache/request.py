@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 from array import array
 from collections.abc import Hashable, Sequence
@@ -13,10 +14,40 @@ from sgl_kvc.policy.base import ModelFacts
 from sgl_kvc.policy.scores import PromptScores
 from sgl_kvc.pool.segment import Segment
 from sgl_kvc.report import Report
-from sgl_kvc.spec import CUSTOM_PARAM, OFF, CompressionSpec, Extent, SpecError, methods, parse
+from sgl_kvc.spec import (
+    CUSTOM_PARAM,
+    OFF,
+    PIN_PARAM,
+    CompressionSpec,
+    Extent,
+    SpecError,
+    methods,
+    parse,
+)
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
+
+
+@dataclasses.dataclass(frozen=True)
+class Pin:
+    """What is asked for in ``custom_params["kv_cache_pin"]``.
+
+    Attributes
+    ----------
+    expires : when it will be released, seconds since 1970; None if nobody says.
+    """
+
+    expires: float | None = None
+
+    @classmethod
+    def of(cls, custom: Any) -> Pin | None:
+        """From a request's ``custom_params``."""
+        asked = custom.get(PIN_PARAM) if isinstance(custom, dict) else None
+        if asked is None:
+            return None
+        expires = asked.get("expires") if isinstance(asked, dict) else None
+        return cls(float(expires) if isinstance(expires, (int, float)) else None)
 
 
 class Request:
@@ -25,6 +56,7 @@ class Request:
     Attributes
     ----------
     spec : the knob.
+    pin : the request is there to pin the segment of its prompt; else None.
     row : its row of ``req_to_token`` while it holds memory, else None.
     unusable : why the knob that was given cannot be used, and `spec` is off; else None.
     extent : what of the prompt is compressed, or why nothing is; set when it is first matched
@@ -40,8 +72,11 @@ class Request:
         prefixes; empty while the request holds no memory.
     """
 
-    def __init__(self, spec: CompressionSpec, unusable: str | None = None):
+    def __init__(
+        self, spec: CompressionSpec, unusable: str | None = None, pin: Pin | None = None
+    ):
         self.spec = spec
+        self.pin = pin
         self.unusable = unusable
         self.row: int | None = None
         self.extent: Extent | None = None
@@ -70,7 +105,7 @@ class Request:
                 spec = parse(knob)
                 if spec.question is not None:
                     raise SpecError("question", "nobody has counted its tokens")
-                found = cls(spec)
+                found = cls(spec, pin=Pin.of(custom))
             except SpecError as error:
                 found = cls(OFF, str(error))
             req.kvc = found

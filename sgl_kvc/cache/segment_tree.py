@@ -13,16 +13,18 @@ before the prefix.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams, MatchResult
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 
+from sgl_kvc.cache.pins import Pins
 from sgl_kvc.cache.request import Request
 from sgl_kvc.cache.segments import Namespace, SegmentStore, StoredSegment
 from sgl_kvc.pool.segment import Segment
+from sgl_kvc.report import BlockSize
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
@@ -34,16 +36,22 @@ class SegmentRadixCache(RadixCache):
     Attributes
     ----------
     segments : which ones, by the tokens they stand for.
+    pins : which of them stay.
+    block : the pool's unit, set by the subclass.
     """
+
+    block: BlockSize
 
     def __init__(self, params: CacheInitParams):
         self.segments = SegmentStore(params.page_size)
+        self.pins = Pins(self)
         super().__init__(params)
 
     def reset(self) -> None:
         """Forget the tree and its segments."""
         super().reset()
         self.segments.clear()
+        self.pins.clear()
 
     def row_slots(self, req: Req) -> torch.Tensor:
         return self.req_to_token_pool.req_to_token[req.req_pool_idx]
@@ -100,14 +108,18 @@ class SegmentRadixCache(RadixCache):
         """
         params = MatchPrefixParams(key=stored.key(key.token_ids[: len(key)]))
         found = super().match_prefix(params)
-        assert len(found.device_indices) >= stored.segment.end - stored.gap, "not in the tree"
+        assert len(found.device_indices) >= stored.held_tokens, "not in the tree"
         return found._replace(device_indices=stored.to_row(found.device_indices))
 
     def hold_segment(self, req: Req, stored: StoredSegment) -> None:
         """Lock `stored` for `req`, instead of what it has locked."""
-        found = super().match_prefix(MatchPrefixParams(key=stored.key(stored.tokens)))
-        self.lock_instead(req, found.last_device_node)
+        self.lock_instead(req, self.segment_node(stored))
         req.cache_protected_len = stored.segment.end
+
+    def segment_node(self, stored: StoredSegment) -> TreeNode:
+        """The tree's node of `stored`; it counts as used now."""
+        found = super().match_prefix(MatchPrefixParams(key=stored.key(stored.tokens)))
+        return found.last_device_node
 
     def cache_behind(self, req: Req, stored: StoredSegment, *, chunked: bool) -> None:
         """Insert what `req` has prefilled behind `stored`; as SGLang's `cache_unfinished_req`.
@@ -124,7 +136,7 @@ class SegmentRadixCache(RadixCache):
         self._free_behind(req, stored, req.cache_protected_len, inserted)
         found = super().match_prefix(MatchPrefixParams(key=key))
         end = len(key) + stored.gap
-        behind = found.device_indices[stored.segment.end - stored.gap :]
+        behind = found.device_indices[stored.held_tokens :]
         row[stored.segment.end : end] = behind.to(row.dtype)
         self.lock_instead(req, found.last_device_node)
         req.cache_protected_len = end
@@ -147,6 +159,7 @@ class SegmentRadixCache(RadixCache):
         self._free_behind(req, stored, rest, req.kv.kv_allocated_len)
         req.kv.kv_allocated_len = length
         self.dec_lock_ref(req.last_node)
+        stored.readers -= 1
 
     def _insert_behind(
         self, req: Req, stored: StoredSegment, tokens: Sequence[int], *, chunked: bool
@@ -169,6 +182,33 @@ class SegmentRadixCache(RadixCache):
         self.inc_lock_ref(node)
         self.dec_lock_ref(req.last_node)
         req.last_node = node
+
+    def pin_segment(self, stored: StoredSegment, expires: float | None) -> bool:
+        """Keep `stored` until it is released; False where there is no room for more (`Pins`)."""
+        return self.pins.pin(stored, self.segment_node(stored), expires)
+
+    def list_segments(self) -> list[dict[str, Any]]:
+        """Every stored segment, as it is told outside."""
+        return [self._told(each) for each in self.segments]
+
+    def _told(self, stored: StoredSegment) -> dict[str, Any]:
+        pinned, expires = self.pins.expiry(stored.name)
+        segment = stored.segment
+        return {
+            "id": stored.name,
+            "cache_salt": stored.namespace.extra_key,
+            "tokens": segment.end,
+            "prefix_tokens": segment.begin,
+            "blocks": segment.blocks,
+            "bytes": segment.blocks * self.block.bytes,
+            "policy": segment.spec.policy,
+            "rate": segment.spec.rate,
+            "budget": segment.spec.budget,
+            "readers": stored.readers,
+            "hits": stored.hits,
+            "pinned": pinned,
+            "expires": expires,
+        }
 
     def _delete_leaf(self, node: TreeNode) -> None:
         super()._delete_leaf(node)

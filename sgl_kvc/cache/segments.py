@@ -16,9 +16,11 @@ A request that reads a stored segment has other positions in the tree than in it
 from __future__ import annotations
 
 import dataclasses
+import functools
+import hashlib
 import itertools
 from array import array
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -58,6 +60,7 @@ class StoredSegment:
     segment : what was kept of them. Its blocks are the tree's.
     marker : the token of its key.
     hits : requests that began with it instead of being prefilled.
+    readers : requests that read it now.
     """
 
     namespace: Namespace
@@ -66,6 +69,19 @@ class StoredSegment:
     segment: Segment
     marker: int
     hits: int = 0
+    readers: int = 0
+
+    @functools.cached_property
+    def name(self) -> str:
+        """What it is called outside: it follows from the tokens and from who may read it."""
+        said = hashlib.blake2b(repr(tuple(self.namespace)).encode(), digest_size=12)
+        said.update(self.tokens.tobytes())
+        return said.hexdigest()
+
+    @property
+    def held_tokens(self) -> int:
+        """Tokens of blocks that a lock on it keeps, those that precede it included."""
+        return self.segment.end - self.gap
 
     @property
     def gap(self) -> int:
@@ -106,6 +122,9 @@ class SegmentStore:
 
     def __len__(self) -> int:
         return len(self._by_marker)
+
+    def __iter__(self) -> Iterator[StoredSegment]:
+        return iter(self._by_marker.values())
 
     def add(
         self,

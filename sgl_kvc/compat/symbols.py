@@ -90,7 +90,7 @@ _POOL = (
         "alloc(need_size) alloc_decode(seq_lens,seq_lens_cpu,last_loc) "
         "alloc_extend(prefix_lens,prefix_lens_cpu,seq_lens,seq_lens_cpu,last_loc,"
         "extend_num_tokens,num_new_pages) "
-        "available_size free_pages free_segment(free_index,start_pos) get_kvcache page_size",
+        "available_size free_pages free_segment(free_index,start_pos) get_kvcache page_size size",
         "a segment's blocks are allocated and freed; the CPU's allocator is a subclass",
     ),
 )
@@ -169,15 +169,15 @@ _SCHEDULER = (
          "a chunk ends where a question begins"),
     Uses(
         "sglang.srt.managers.scheduler.Scheduler",
-        "_request_dispatcher enable_overlap forward_stream init_request_dispatcher model_config "
-        "process_batch_result(batch,result) running_batch server_args "
-        "token_to_kv_pool_allocator tree_cache",
+        "_request_dispatcher chunked_req enable_overlap forward_stream init_request_dispatcher "
+        "model_config process_batch_result(batch,result) running_batch server_args "
+        "token_to_kv_pool_allocator tree_cache waiting_queue",
         "whether pool and radix cache are ours; when requests are admitted",
     ),
     Uses("sglang.utils.TypeBasedDispatcher", "_mapping",
          "an operator's request that fails is answered"),
-    Uses("sglang.srt.managers.io_struct", "ProfileReqOutput",
-         "an operator's request that fails is answered"),
+    Uses("sglang.srt.managers.io_struct", "ProfileReqOutput SetInternalStateReqOutput",
+         "an operator's request that fails is answered; a stored segment is released"),
     Uses(
         "sglang.srt.managers.scheduler_components.output_streamer._GenerationStreamAccumulator",
         "accept(req)",

@@ -5,7 +5,7 @@ rules as the engine. The gateway imports nothing else of ours.
 """
 
 from sgl_kvc.spec.catalogue import Method, Parameter, methods
-from sgl_kvc.spec.errors import CUSTOM_PARAM, SpecError
+from sgl_kvc.spec.errors import CUSTOM_PARAM, PIN_PARAM, SpecError
 from sgl_kvc.spec.extent import Extent
 from sgl_kvc.spec.parse import (
     FIELDS,
@@ -28,6 +28,7 @@ __all__ = [
     "MAX_RATE",
     "MIN_RECENT",
     "OFF",
+    "PIN_PARAM",
     "PRESETS",
     "CompressionSpec",
     "Extent",
