@@ -140,8 +140,8 @@ class CompressingRadixCache(SegmentRadixCache, PrefixCache):
     def cache_unfinished_req(self, req: Req, chunked: bool = False) -> None:
         """Insert what was prefilled into the tree; compress after the last chunk.
 
-        The last chunk of what is compressed: a question may follow. What follows is the
-        request's own and stays out of the tree, whose prefixes are not compressed.
+        The last chunk of what is compressed: a question may follow. What follows is inserted
+        behind a stored segment, or is the request's own.
 
         ::
 
