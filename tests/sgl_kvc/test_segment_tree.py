@@ -6,6 +6,7 @@ last used. The tree's own nodes are not looked at.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 from array import array
@@ -214,13 +215,8 @@ class Trees(RuleBasedStateMachine):
         assert not row[found.segment.begin : found.segment.row_begin].any()
         node, inserted = match.last_device_node, False
         if insert and rest and behind is None:
-            self.cache.inc_lock_ref(node)
-            for each in last.path():
-                each.held += 1
-            slots = self.blocks(len(rest) // PAGE)
-            self.cache.dec_lock_ref(node)
-            for each in last.path():
-                each.held -= 1
+            with self.locked(node, last):
+                slots = self.blocks(len(rest) // PAGE)
             if slots is not None and not self.would_split(name, rest):
                 value = found.to_tree(torch.cat([row, slots]))
                 params = InsertParams(key=found.key(tokens), value=value)
@@ -287,29 +283,24 @@ class Trees(RuleBasedStateMachine):
         stored = [name for name in self.entries if name[0] == "segment"]
         assert len(self.cache.segments) == len(stored)
 
-    # -------------------------------------------------------------------------- helpers
-
-    def held(self, entry: Entry | None, key: RadixKey, tokens: int) -> _Held:
+    @contextlib.contextmanager
+    def held(self, entry: Entry | None, key: RadixKey, tokens: int):
         """Hold what the tree has of the first `tokens` of `key` for a while: `entry`."""
-        return _Held(self, entry, key, tokens)
-
-
-class _Held:
-    def __init__(self, trees: Trees, entry: Entry | None, key: RadixKey, tokens: int):
-        self.trees, self.entry = trees, entry
         short = RadixKey(key.token_ids[:tokens], key.extra_key)
-        self.node = trees.cache.match_prefix(MatchPrefixParams(key=short)).last_device_node
+        node = self.cache.match_prefix(MatchPrefixParams(key=short)).last_device_node
         if entry is not None:
-            trees.touch(entry)
+            self.touch(entry)
+        with self.locked(node, entry):
+            yield
 
-    def __enter__(self) -> None:
-        self.trees.cache.inc_lock_ref(self.node)
-        for each in self.entry.path() if self.entry else ():
+    @contextlib.contextmanager
+    def locked(self, node, entry: Entry | None):
+        self.cache.inc_lock_ref(node)
+        for each in entry.path() if entry else ():
             each.held += 1
-
-    def __exit__(self, *error: object) -> None:
-        self.trees.cache.dec_lock_ref(self.node)
-        for each in self.entry.path() if self.entry else ():
+        yield
+        self.cache.dec_lock_ref(node)
+        for each in entry.path() if entry else ():
             each.held -= 1
 
 
