@@ -187,7 +187,7 @@ class Trees(RuleBasedStateMachine):
     def ask(self, family, blocks, limit, tenant, spec, begin, tail, question, insert, hold):
         """Somebody comes with a document and `tail` blocks of a question."""
         namespace, document = Namespace(tenant, begin, spec.shape), self.document(family, blocks)
-        tokens = document + array("q", [question] * (tail * PAGE))
+        tokens = document + array("q", [10 * question + tail] * (tail * PAGE))
         found = self.cache.segments.find(
             namespace, tokens, chained_digests(tokens, None, PAGE), limit * PAGE
         )
@@ -202,7 +202,6 @@ class Trees(RuleBasedStateMachine):
         entry = self.entries[name]
         assert found.segment.end == name[3] * PAGE
         assert found.tokens == tokens[: found.segment.end]
-        # What follows is the rest of the document, then the question.
         rest = tokens[found.segment.end :]
         behind = self.entries.get(("tail", name, tuple(rest)))
         match = self.cache.match_behind(found, RadixKey(tokens, tenant))
@@ -213,28 +212,19 @@ class Trees(RuleBasedStateMachine):
         held = [block for each in last.path() for block in each.blocks]
         assert found.to_tree(row)[::PAGE].tolist() == [block * PAGE for block in held]
         assert not row[found.segment.begin : found.segment.row_begin].any()
-        node, inserted = match.last_device_node, False
-        if insert and rest and behind is None:
+        node = match.last_device_node
+        # Questions begin with a token of their own, so that no node is split.
+        if insert and rest and behind is None and blocks == name[3]:
             with self.locked(node, last):
                 slots = self.blocks(len(rest) // PAGE)
-            if slots is not None and not self.would_split(name, rest):
+            if slots is not None:
                 value = found.to_tree(torch.cat([row, slots]))
-                params = InsertParams(key=found.key(tokens), value=value)
-                done = self.cache.insert(params)
+                done = self.cache.insert(InsertParams(key=found.key(tokens), value=value))
                 assert done.prefix_len == found.segment.end - found.gap
-                node, inserted = done.last_device_node, True
+                node = done.last_device_node
                 last = self.add(("tail", name, tuple(rest)), slots, entry)
-            elif slots is not None:
-                self.world.allocator.free(slots)
-        if hold and (inserted or not insert or behind):
+        if hold:
             self.hold(node, last)
-
-    def would_split(self, name: tuple, rest: array) -> bool:
-        """Whether the tree has a part of `rest` behind the segment: nodes the model has not."""
-        return any(
-            each[0] == "tail" and each[1] == name and tuple(each[2][:PAGE]) == tuple(rest[:PAGE])
-            for each in self.entries
-        )
 
     @precondition(lambda self: self.holders)
     @rule(which=st.integers(0, 100))
@@ -263,8 +253,8 @@ class Trees(RuleBasedStateMachine):
         if not hasattr(self, "world"):
             return
         cache, entries = self.cache, self.entries.values()
-        size = {held: sum(len(e.blocks) for e in entries if bool(e.held) is held) * PAGE
-                for held in (True, False)}  # fmt: skip
+        blocks = {held: [e for e in entries if bool(e.held) is held] for held in (True, False)}
+        size = {held: sum(len(e.blocks) for e in each) * PAGE for held, each in blocks.items()}
         assert cache.protected_size() == size[True]
         assert cache.evictable_size() == size[False]
         assert cache.total_size() == size[True] + size[False]
