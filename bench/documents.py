@@ -3,8 +3,8 @@
     python -m bench.documents --requests 64 --out bench/results/documents.json
 
 One after the other: the time to the first token of the first request, of the next ones, and of one
-that comes when the uncompressed document is no longer in the pool. Then all at once on an empty cache:
-how many tokens were prefilled. The embedded model; compare the ratios, not the absolute numbers.
+that comes when the uncompressed document is no longer in the pool. Then all at once on an empty
+cache: how many tokens were prefilled. The embedded model; compare the ratios, not the absolute numbers.
 """
 
 from __future__ import annotations
