@@ -4,7 +4,7 @@
 
 One after the other: the time to the first token of the first request, of the next ones, and of one
 that comes when the uncompressed document is no longer in the pool. Then all at once on an empty
-cache: how many tokens were prefilled. The embedded model; compare the ratios, not the absolute numbers.
+cache: how many tokens were prefilled. The embedded model; compare ratios, not absolute numbers.
 """
 
 from __future__ import annotations
