@@ -7,6 +7,7 @@ client asks for that before there is a question, and that the segment stays.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from itertools import takewhile
@@ -127,16 +128,18 @@ class Documents:
     def _release_later(self, name: str, seconds: float) -> None:
         if name in self._timers:
             self._timers[name].cancel()
-        self._timers[name] = asyncio.create_task(self._release(name, after=seconds))
+        self._timers[name] = asyncio.create_task(self._expire(name, seconds))
 
-    async def _release(self, name: str, *, after: float | None = None) -> None:
-        if after is None:
-            timer = self._timers.pop(name, None)
-            if timer is not None:
-                timer.cancel()
-        else:
-            await asyncio.sleep(max(0.0, after))
-            del self._timers[name]
+    async def _expire(self, name: str, seconds: float) -> None:
+        await asyncio.sleep(max(0.0, seconds))
+        del self._timers[name]
+        with contextlib.suppress(ApiError, httpx.HTTPError):  # a worker that ends forgets it
+            await self._release(name)
+
+    async def _release(self, name: str) -> None:
+        timer = self._timers.pop(name, None)
+        if timer is not None:
+            timer.cancel()
         asked = {"server_args": {f"kv_cache_release/{name}": 1}}
         await self._json("POST", "/set_internal_state", asked)
 

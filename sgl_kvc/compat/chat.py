@@ -25,7 +25,8 @@ def count_question(original, serving, request, raw_request=None) -> Any:
     request's own ``input_ids``), are left alone; `http.py` refuses them.
     """
     adapted, request = original(serving, request, raw_request)
-    custom = adapted.sampling_params.get("custom_params")
+    sampling = adapted.sampling_params
+    custom = sampling.get("custom_params")
     knob = custom.get(CUSTOM_PARAM) if isinstance(custom, dict) else None
     if not isinstance(knob, Mapping) or knob.get("question") != LAST_MESSAGE:
         return adapted, request
@@ -40,7 +41,7 @@ def count_question(original, serving, request, raw_request=None) -> Any:
 
     counted = {name: value for name, value in knob.items() if name != "question"}
     counted["question_tokens"] = question_tokens(adapted.input_ids, render)
-    adapted.sampling_params["custom_params"] = custom | {CUSTOM_PARAM: counted}
+    sampling["custom_params"] = custom | {CUSTOM_PARAM: counted}
     return adapted, request
 
 
