@@ -14,6 +14,7 @@ KNOBS = [
     {"rate": 4, "question_tokens": 20},
     {"budget": 48, "recompress_every": 16, "policy": "snapkv"},
 ]
+APART = 3
 
 
 def answers(server: Engine) -> list[dict]:
@@ -21,6 +22,8 @@ def answers(server: Engine) -> list[dict]:
         server.generate(prompt(200, seed=seed), knob, max_new_tokens=24, ignore_eos=True)
         for seed, knob in enumerate(KNOBS)
     ]
+    document = prompt(200, seed=APART)[:-20]
+    found.append(server.generate([*document, *prompt(20, seed="again")], KNOBS[APART]))
     assert_no_leak(server)
     return found
 
@@ -41,6 +44,13 @@ def test_two_ranks_hold_what_one_holds(alone_and_parallel, number):
         assert parallel["bytes"][key] == alone["bytes"][key] / 2
         assert parallel["blocks"][key] == alone["blocks"][key]
     assert parallel["kept_per_head"]["mean"] == alone["kept_per_head"]["mean"]
+
+
+def test_two_ranks_share_a_documents_segment(alone_and_parallel):
+    """Another question on it is asked last."""
+    for answers in alone_and_parallel:
+        assert answers[-1]["meta_info"]["cached_tokens"] == 176
+        assert answers[-1]["kv_compression"] == answers[APART]["kv_compression"]
 
 
 @pytest.mark.parametrize("number", [0, 1, 4])
