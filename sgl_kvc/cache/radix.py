@@ -31,6 +31,7 @@ from sgl_kvc.cache.request import Request, decodes, shows_its_prompt
 from sgl_kvc.cache.segment_tree import SegmentRadixCache
 from sgl_kvc.cache.sharing import Sharing
 from sgl_kvc.cache.states import StateCache
+from sgl_kvc.cache.turns import compress_turn, prepare_turn
 from sgl_kvc.policy.scores import PromptScores
 from sgl_kvc.pool.arena import ArenaKVPool
 from sgl_kvc.pool.segment import Segment
@@ -88,8 +89,10 @@ class CompressingRadixCache(SegmentRadixCache, PrefixCache):
         extent, tokens, found = self._extent(req), request.prompt(req), request.found
         if found is not None and len(req.prefix_indices) >= found.segment.end:
             self.sharing.add(request, tokens[: found.segment.begin], req.extra_key, self.page_size)
+            request.begun = found.segment.end if request.reuses(req) else None
             begin_reading(self, req, found)
             found.hits += 1
+            prepare_turn(self, req)
             return
         self.sharing.add(request, tokens, req.extra_key, self.page_size)
         skipped = request.unusable or extent.skipped
@@ -125,11 +128,10 @@ class CompressingRadixCache(SegmentRadixCache, PrefixCache):
         """
         req = params.req
         if req is not None:
-            extent, key = self._extent(req), params.key
-            request = Request.of(req)
-            request.found = self.find_segment(req) if len(key) >= extent.end else None
-            if request.found is not None:
-                return self.match_behind(request.found, key)
+            extent, key, request = self._extent(req), params.key, Request.of(req)
+            compressed = self.match_segment(req, key)
+            if compressed is not None:
+                return compressed
             if extent.compressed:
                 known = request.spec.all_queries and self._known_states(req) is not None
                 limit = extent.match_limit_with_states if known else extent.match_limit
@@ -153,6 +155,9 @@ class CompressingRadixCache(SegmentRadixCache, PrefixCache):
         request, done = Request.of(req), len(req.get_fill_ids())
         if request.stored is not None:
             self.cache_behind(req, request.stored, chunked=chunked)
+            if request.extent is not None and done >= request.extent.scored:
+                self._released |= compress_turn(self, req)
+                req.prefix_indices = self.row_slots(req)[:done].to(torch.int64, copy=True)
             return
         if request.segment is not None:
             req.prefix_indices = self.row_slots(req)[:done].to(torch.int64, copy=True)

@@ -45,6 +45,11 @@ class Segment:
         return self.end - len(self.slots)
 
     @functools.cached_property
+    def host_pages(self) -> HostCopy:
+        """`pages` on the host; asked for once when they are known, they wait for nothing later."""
+        return HostCopy(self.pages)
+
+    @functools.cached_property
     def page_bounds(self) -> HostCopy:
         """The fewest and the most pages of a head."""
         return HostCopy(torch.stack(self.pages.aminmax()))

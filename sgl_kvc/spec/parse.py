@@ -47,6 +47,10 @@ class CompressionSpec:
         agree in it and in the knob.
     question : "last_message", where the server is to count them in a chat: from where the last
         message's content begins.
+    reuse : what a request may begin with, and what it leaves. None or "full": KVs of the very
+        tokens. "compressed": the longest stored segment of its prompt too, what a chat's turn
+        before has left; "both": whichever covers more of the prompt. Then the result also depends
+        on what the turns before were compressed by.
     force : compress even where the copy takes more memory than it frees, because most of the
         prompt is shared with others that run; then the result depends on the request alone.
     recompress_every : decoded tokens after which segment and tail are compressed again, by what
@@ -66,6 +70,7 @@ class CompressionSpec:
     prefix_tokens: int = 0
     question_tokens: int = 0
     question: str | None = None
+    reuse: str | None = None
     recompress_every: int = 0
     force: bool = False
 
@@ -126,8 +131,9 @@ class CompressionSpec:
             fields["max_rate"] = self.max_rate
         if self.force:
             fields["force"] = True
-        if self.question is not None:
-            fields["question"] = self.question
+        for name in _CHOICES:
+            if getattr(self, name) is not None:
+                fields[name] = getattr(self, name)
         if self.policy in PRESETS:
             return fields | {"policy": self.policy}
         return fields | {"scorer": self.scorer, "apportioner": self.apportioner}
@@ -142,9 +148,10 @@ _INTEGERS = {  # field: (min, max)
     "question_tokens": (0, 1 << 24),
     "recompress_every": (0, 1 << 24),
 }
-FIELDS = ("rate", "max_rate", "policy", "scorer", "apportioner", *_INTEGERS, "question", "force")
 #: What `question` can be.
 LAST_MESSAGE = "last_message"
+_CHOICES = {"question": (LAST_MESSAGE,), "reuse": ("full", "compressed", "both")}
+FIELDS = ("rate", "max_rate", "policy", "scorer", "apportioner", *_INTEGERS, *_CHOICES, "force")
 
 
 def parse(knob: Any, *, max_rate: float = MAX_RATE) -> CompressionSpec:
@@ -183,11 +190,14 @@ def parse(knob: Any, *, max_rate: float = MAX_RATE) -> CompressionSpec:
     if "force" in given:
         checks.one_of("force", given["force"], [False, True])
         values["force"] = given["force"]
-    if "question" in given:
-        checks.one_of("question", given["question"], [LAST_MESSAGE])
-        if values.get("question_tokens"):
-            raise SpecError("question", "give either question or question_tokens, not both")
-        values["question"] = given["question"]
+    for name, choices in _CHOICES.items():
+        if name in given:
+            checks.one_of(name, given[name], list(choices))
+            values[name] = given[name]
+    if "question" in given and values.get("question_tokens"):
+        raise SpecError("question", "give either question or question_tokens, not both")
+    if values.get("reuse", "full") != "full":
+        _check_reuse(values)
     if values.get("recompress_every"):
         for family in ("scorer", "apportioner"):
             if not methods(f"{family}s")[values[family]].continual:
@@ -197,6 +207,17 @@ def parse(knob: Any, *, max_rate: float = MAX_RATE) -> CompressionSpec:
     if values["recent"] is None:
         values["recent"] = max(values["parameters"].get("window", 1), MIN_RECENT)
     return CompressionSpec(**values)
+
+
+def _check_reuse(values: Mapping[str, Any]) -> None:
+    """Raise SpecError where nothing compressed can be compressed again after prefill."""
+    for field in ("question", "question_tokens", "recompress_every"):
+        if values.get(field):
+            raise SpecError("reuse", f"compressed turns are for requests without {field}")
+    method = methods("scorers")[values["scorer"]]
+    if method.all_queries or method.continual != "attention":
+        problem = f"scorer {method.name} cannot score what a turn before has left"
+        raise SpecError("reuse", problem)
 
 
 def parse_rate(value: Any, *, max_rate: float = MAX_RATE, field: str = "rate") -> float:
