@@ -87,6 +87,18 @@ class WorkerProcess:
         finally:
             server.cancel()
 
+    def listens_on(self, port: int) -> bool:
+        """Whether one of its processes listens on the TCP `port`, and not somebody else's."""
+        with contextlib.suppress(psutil.Error):
+            itself = psutil.Process(self._process.pid)
+            for process in (itself, *itself.children(recursive=True)):
+                with contextlib.suppress(psutil.Error):
+                    for connection in process.net_connections("tcp"):
+                        ours = connection.laddr and connection.laddr.port == port
+                        if ours and connection.status == psutil.CONN_LISTEN:
+                            return True
+        return False
+
     async def kill(self) -> None:
         """End every process of the group at once and collect what they left. Idempotent."""
         kill_group(self._process.pid)

@@ -26,6 +26,10 @@ WORKER_ARGS = (
 STABLE_AFTER_S = 60.0
 
 
+class PortTaken(Exception):
+    """Somebody else's process listens where the worker was to."""
+
+
 def worker_program(settings: Settings) -> Program:
     """SGLang on the model of `settings`; the user's arguments stand last and win."""
     assert settings.model_path is not None
@@ -91,6 +95,8 @@ class LocalWorker:
             try:
                 with reserved_port() as port:
                     served = await self._run_once(port)
+            except PortTaken as error:
+                log.error("%s; trying another", error)
             except Exception as error:
                 if not self._first_ready.done():
                     failed = isinstance(error, WorkerFailed)
@@ -113,8 +119,11 @@ class LocalWorker:
         probing = asyncio.create_task(probe.run())
         served = 0.0
         try:
-            end = await self._until_ready(process, probe)
+            end = await self._until_ready(process, probe, port)
             if end is not None:
+                await process.kill()
+                if await _answers(port):
+                    raise PortTaken(f"another process listens on the worker's port {port}")
                 if not self._first_ready.done():
                     raise WorkerFailed(_why_failed(end, process.last_lines()))
             else:
@@ -132,14 +141,20 @@ class LocalWorker:
         log.error("the worker ended (%s)", end)
         return served
 
-    async def _until_ready(self, process: WorkerProcess, probe: Probe) -> str | None:
-        """Wait for the first good health check: None, or how the start ended before it."""
+    async def _until_ready(self, process: WorkerProcess, probe: Probe, port: int) -> str | None:
+        """Wait for the first good health check: None, or how the start ended before it.
+
+        Whoever answers is asked for nothing else until the listener is known to be ours: on
+        Linux everybody who sets SO_REUSEADDR can bind a port that is only reserved.
+        """
         begin = time.monotonic()
         over = asyncio.create_task(process.wait())
         try:
             while not over.done():
                 if probe.ready:
-                    return None
+                    if process.listens_on(port):
+                        return None
+                    return "another process listens on its port"
                 if time.monotonic() > begin + self._watch.start_timeout:
                     return f"killed after {self._watch.start_timeout:g} s, --start-timeout"
                 await asyncio.wait({over}, timeout=LOOK_INTERVAL_S)
@@ -161,6 +176,16 @@ class LocalWorker:
             return over.result()
         finally:
             over.cancel()
+
+
+async def _answers(port: int) -> bool:
+    """Whether anybody listens on the loopback `port`."""
+    try:
+        _, writer = await asyncio.open_connection("127.0.0.1", port)
+    except OSError:
+        return False
+    writer.close()
+    return True
 
 
 def _why_failed(end: str, lines: list[str]) -> str:

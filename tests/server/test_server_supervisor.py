@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Callable
@@ -189,6 +190,50 @@ def test_a_spawn_that_fails_is_tried_again(tmp_path: Path) -> None:
         await all_serve(stage, True)
 
     play(scenario, program=Script(()))
+
+
+@pytest.mark.parametrize("goes_on", [False, True])
+def test_a_port_that_somebody_else_took_gets_no_request(goes_on: bool) -> None:
+    """Whether the worker ends as it cannot listen, or goes on and hears of it later."""
+    heard: list[bytes] = []
+    thieves: list[asyncio.Server] = []
+
+    async def steal(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heard.append(await reader.readline())
+        writer.write(b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}")
+        await writer.drain()
+        writer.close()
+
+    class Robbed(Program):
+        def command(self, port: int) -> list[str]:
+            if len(ports) < 2:
+                ports.append(port)
+                listener = socket.socket()
+                listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                listener.bind(("127.0.0.1", port))
+                thief = asyncio.start_server(steal, sock=listener)
+                tasks.append(asyncio.get_running_loop().create_task(keep(thief)))
+                return (SLEEPER if goes_on else STUB).command(port)
+            return super().command(port)
+
+    async def keep(thief) -> None:
+        thieves.append(await thief)
+
+    ports: list[int] = []
+    tasks: list[asyncio.Task] = []
+
+    async def scenario(stage: Stage) -> None:
+        while not stage.worker.ready:
+            assert await stage.ask() == 503
+            await asyncio.sleep(0.05)
+        await all_serve(stage, True)
+        assert len(ports) == 2
+        assert stage.worker.url() not in [f"http://127.0.0.1:{port}" for port in ports]
+        assert not any(line.startswith(b"POST") for line in heard)
+        for thief in thieves:
+            thief.close()
+
+    play(scenario, program=Robbed(STUB.python))
 
 
 @pytest.mark.parametrize(
