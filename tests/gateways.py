@@ -9,6 +9,8 @@ from pathlib import Path
 import psutil
 from kvc_server import launch
 
+from sgl_kvc.spec import WORKER_KEYS
+
 
 class Gateway(launch.Server):
     """A running `sgl-kvc serve`."""
@@ -25,6 +27,11 @@ class Gateway(launch.Server):
         arguments = self.worker().cmdline()
         return f"http://127.0.0.1:{arguments[arguments.index('--port') + 1]}"
 
+    def worker_headers(self, kind: str = "api_key") -> dict[str, str]:
+        """What SGLang itself asks for: a key, which we may read as we run as the same user."""
+        key = self.worker().environ()[WORKER_KEYS[kind]]
+        return {"Authorization": f"Bearer {key}"}
+
     def scheduler(self) -> psutil.Process:
         """SGLang's scheduler, a child of its HTTP server."""
         for child in self.worker().children(recursive=True):
@@ -34,12 +41,13 @@ class Gateway(launch.Server):
 
 
 @contextlib.contextmanager
-def serve(log: Path, *arguments: str) -> Iterator[Gateway]:
+def serve(log: Path, *arguments: str, **env: str) -> Iterator[Gateway]:
     """Start `sgl-kvc serve` on a free port; afterwards stop it and see that nothing is left.
 
-    It has to end by itself when it is asked to, and to take its worker along.
+    `env` is added to its environment. It has to end by itself when it is asked to, and to take
+    its worker along.
     """
-    with launch.started(launch.gateway(*arguments), log=log) as server:
+    with launch.started(launch.gateway(*arguments), log=log, env=env) as server:
         process = server.process
         yield Gateway(**vars(server))
         family = []

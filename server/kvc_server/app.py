@@ -69,14 +69,14 @@ def create_app(settings: Settings, program: Program | None = None) -> FastAPI:
     app.add_middleware(MetricsMiddleware, metrics=metrics, endpoints=endpoints)
 
     def forward(scope: Scope, path: str, content: bytes | None) -> Forward:
-        client = app.state.client
+        client, worker = app.state.client, app.state.worker
         upstream = upstream_request(
             client,
             "GET" if content is None else "POST",
-            app.state.worker.url(),
+            worker.url(),
             path,
             scope["query_string"],
-            request_headers(scope["headers"]),
+            request_headers(scope["headers"], worker.key),
             content,
         )
         return Forward(client, upstream, metrics, path)

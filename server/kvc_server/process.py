@@ -8,7 +8,7 @@ import contextlib
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import psutil
 
@@ -38,14 +38,17 @@ class WorkerProcess:
         self._log = asyncio.create_task(self._pass_log_on())
 
     @classmethod
-    async def start(cls, command: Sequence[str]) -> WorkerProcess:
-        """Run `command`; its output goes to our stderr, a ``worker |`` before each line."""
+    async def start(cls, command: Sequence[str], env: Mapping[str, str]) -> WorkerProcess:
+        """Run `command` with `env` added to our environment.
+
+        Its output goes to our stderr, a ``worker |`` before each line.
+        """
         metrics_dir = tempfile.TemporaryDirectory(prefix="kvc-metrics-", ignore_cleanup_errors=True)
         process = await asyncio.create_subprocess_exec(
             *command,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,
-            **child_options({"PROMETHEUS_MULTIPROC_DIR": metrics_dir.name}),
+            **child_options({"PROMETHEUS_MULTIPROC_DIR": metrics_dir.name, **env}),
         )
         return cls(process, metrics_dir)
 

@@ -31,10 +31,17 @@ _TARGET = re.compile(rb"[\x21-\x7e]*")  # what RFC 9112 allows, and h11 sends
 Headers = list[tuple[bytes, bytes]]
 
 
-def request_headers(raw: Iterable[tuple[bytes, bytes]]) -> Headers:
-    """The client's headers as the worker should see them; no compression of the answer."""
-    kept = [(name, value) for name, value in raw if name.lower() not in _NOT_FORWARDED]
-    return [*kept, (b"accept-encoding", b"identity")]
+def request_headers(raw: Iterable[tuple[bytes, bytes]], key: str | None = None) -> Headers:
+    """The client's headers as the worker should see them; no compression of the answer.
+
+    Parameters
+    ----------
+    key : the worker's; the client's own Authorization is then not for the worker.
+    """
+    dropped = _NOT_FORWARDED if key is None else _NOT_FORWARDED | {b"authorization", b"x-api-key"}
+    kept = [(name, value) for name, value in raw if name.lower() not in dropped]
+    told = [] if key is None else [(b"authorization", f"Bearer {key}".encode())]
+    return [*kept, *told, (b"accept-encoding", b"identity")]
 
 
 def response_headers(raw: Iterable[tuple[bytes, bytes]]) -> Headers:

@@ -12,6 +12,7 @@ import uvicorn
 
 from kvc_server.app import create_app
 from kvc_server.embedded import RECALL, embedded_model
+from kvc_server.proxy import request_headers
 from kvc_server.serve_options import knob_limits_of, limits_of, watch_of
 from kvc_server.serving import Server
 from kvc_server.settings import Settings, SettingsError
@@ -103,7 +104,9 @@ async def _model_name(app: object) -> str:
     """The name the worker gives its model."""
     state = app.state  # type: ignore[attr-defined]
     try:
-        answer = await state.client.get(f"{state.worker.url()}/v1/models", timeout=10)
+        headers = dict(request_headers([], state.worker.key))
+        url = f"{state.worker.url()}/v1/models"
+        answer = await state.client.get(url, headers=headers, timeout=10)
         return answer.json()["data"][0]["id"]
     except Exception as error:  # only decorates what is printed
         log.warning("the worker does not name its model: %r", error)

@@ -11,7 +11,11 @@ from kvc_server.limits import Limits
 from kvc_server.probe import Watch
 from sgl_kvc.spec import DEFAULT_POLICY, MAX_RATE, SpecError, parse, parse_rate
 
-OWNED_WORKER_OPTIONS = ("--host", "--port")
+OWNED_WORKER_OPTIONS = {
+    "--host": "its own stands before --", "--port": "its own stands before --",
+    "--api-key": "its worker gets one that nobody else knows",
+    "--admin-api-key": "its worker gets one that nobody else knows",
+}  # fmt: skip
 
 
 class SettingsError(ValueError):
@@ -59,11 +63,9 @@ class Settings:
                     "with --worker-url it starts none"
                 )
         for argument in self.worker_args:
-            if argument.split("=")[0] in OWNED_WORKER_OPTIONS:
-                raise SettingsError(
-                    f"{argument.split('=')[0]} after -- is the gateway's to choose; "
-                    "its own --host and --port stand before --"
-                )
+            if (option := argument.split("=")[0]) in OWNED_WORKER_OPTIONS:
+                why = OWNED_WORKER_OPTIONS[option]
+                raise SettingsError(f"{option} after -- is the gateway's to choose; {why}")
         _check_rate("--max-rate", self.max_rate, MAX_RATE)
         _check_rate("--default-rate", self.default_rate, self.max_rate)
         knob = self.knob_limits

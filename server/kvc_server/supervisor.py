@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import re
+import secrets
 import time
 
 import httpx
@@ -16,6 +17,7 @@ from kvc_server.probe import Probe
 from kvc_server.process import WorkerProcess
 from kvc_server.settings import Settings
 from kvc_server.worker import LOOK_INTERVAL_S, WorkerFailed, ended
+from sgl_kvc.spec import WORKER_KEYS
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +55,8 @@ class LocalWorker:
         self._process: WorkerProcess | None = None
         self._probe: Probe | None = None
         self._serving_url: str | None = None
+        # known to this process and the worker's alone: other local users reach its port too
+        self._keys = {name: secrets.token_urlsafe(32) for name in WORKER_KEYS.values()}
         self._first_ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._task: asyncio.Task[None] | None = None
 
@@ -69,6 +73,10 @@ class LocalWorker:
             raise worker_down(why)
         assert self._serving_url is not None
         return self._serving_url
+
+    @property
+    def key(self) -> str:
+        return self._keys[WORKER_KEYS["api_key"]]
 
     async def start(self) -> None:
         self._task = asyncio.create_task(self._supervise())
@@ -114,7 +122,8 @@ class LocalWorker:
     async def _run_once(self, port: int) -> float:
         """One life of the worker; seconds for which it served. Leaves no process behind."""
         url = f"http://127.0.0.1:{port}"
-        self._process = process = await WorkerProcess.start(self._program.command(port))
+        command = self._program.command(port)
+        self._process = process = await WorkerProcess.start(command, self._keys)
         self._probe = probe = Probe(self._client, url, self._watch)
         probing = asyncio.create_task(probe.run())
         served = 0.0

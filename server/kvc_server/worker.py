@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 from typing import Protocol
 
 import httpx
 
 from kvc_server.errors import worker_down
 from kvc_server.probe import Probe, Watch
+from sgl_kvc.spec import WORKER_KEYS
 
 LOOK_INTERVAL_S = 0.1
 
@@ -35,6 +37,11 @@ class Worker(Protocol):
         """Base URL without a trailing slash. Raises ApiError 503 when there is nobody."""
         ...
 
+    @property
+    def key(self) -> str | None:
+        """Its API key, for the Authorization of every request that is sent there."""
+        ...
+
     async def start(self) -> None:
         """Begin to bring the worker up; returns at once."""
         ...
@@ -53,6 +60,7 @@ class RemoteWorker:
 
     def __init__(self, url: str, client: httpx.AsyncClient, watch: Watch):
         self._url = url.rstrip("/")
+        self.key = os.environ.get(WORKER_KEYS["api_key"])
         self._probe = Probe(client, self._url, watch)
         self._task: asyncio.Task[None] | None = None
 

@@ -7,6 +7,16 @@ from typing import Any
 
 from sgl_kvc.compat import BACKEND
 from sgl_kvc.compat.hook import Hook
+from sgl_kvc.spec import WORKER_KEYS
+
+
+class Secret(str):
+    """A text that SGLang uses as any other and that no log shows: it logs all its arguments."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        return "'...'"
 
 
 def default_arguments(args, *_: Any) -> None:
@@ -18,6 +28,14 @@ def default_arguments(args, *_: Any) -> None:
             args.page_size = 16
         if args.cuda_graph_backend_prefill is None:
             args.cuda_graph_backend_prefill = "disabled"  # prompts are scored between layers
+    take_keys(args)
+
+
+def take_keys(args: Any) -> None:
+    """Keys that whoever started us gave in the environment; every local user can read argv."""
+    for field, variable in WORKER_KEYS.items():
+        if key := os.environ.get(variable):
+            setattr(args, field, Secret(key))
 
 
 def add_arguments(_result: Any, parser) -> None:
@@ -46,7 +64,7 @@ HOOKS = (
         f"{_ARGUMENTS}.__post_init__",
         "BEFORE",
         default_arguments,
-        "one flag chooses attention backend, radix cache and a block size",
+        "one flag chooses attention backend, radix cache and a block size; keys are not for argv",
     ),
     Hook(
         f"{_ARGUMENTS}.add_cli_args",

@@ -198,9 +198,9 @@ _SCHEDULER = (
 _SERVER = (
     Uses(
         "sglang.srt.server_args.ServerArgs",
-        "attention_backend attn_cp_size cuda_graph_backend_prefill cuda_graph_config dcp_size "
-        "decode_attention_backend device disable_radix_cache disaggregation_mode "
-        "dllm_algorithm dtype enable_dp_attention enable_flexkv enable_hierarchical_cache "
+        "admin_api_key api_key attention_backend attn_cp_size cuda_graph_backend_prefill "
+        "cuda_graph_config dcp_size decode_attention_backend device disable_radix_cache "
+        "disaggregation_mode dllm_algorithm dtype enable_dp_attention enable_flexkv enable_hierarchical_cache "
         "enable_hisparse enable_lmcache enable_lora enable_mis enable_page_major_kv_layout "
         "enable_pdmux enable_prefill_cp enable_session_radix_cache enable_streaming_session "
         "enable_torch_compile enable_two_batch_overlap enable_unified_memory "

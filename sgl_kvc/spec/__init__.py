@@ -18,15 +18,18 @@ from sgl_kvc.spec.parse import (
     policy_parameters,
 )
 from sgl_kvc.spec.presets import DEFAULT_POLICY, PRESETS, Preset
+from sgl_kvc.spec.wire import KNOB_HEADER, WORKER_KEYS
 
 __all__ = [
     "CUSTOM_PARAM",
     "DEFAULT_POLICY",
     "FIELDS",
+    "KNOB_HEADER",
     "MAX_RATE",
     "MIN_RECENT",
     "OFF",
     "PRESETS",
+    "WORKER_KEYS",
     "CompressionSpec",
     "Extent",
     "Method",

@@ -37,7 +37,8 @@ def eventually(condition: Callable[[], bool], within: float) -> bool:
 
 def idle(gateway: Gateway) -> bool:
     """Whether the engine has no request, running or waiting: only then it flushes its cache."""
-    answer = httpx.post(f"{gateway.worker_url()}/flush_cache", timeout=30)
+    url, headers = f"{gateway.worker_url()}/flush_cache", gateway.worker_headers("admin_api_key")
+    answer = httpx.post(url, headers=headers, timeout=30)
     assert answer.status_code in (200, 400)
     return answer.status_code == 200
 
