@@ -7,13 +7,16 @@ to the top level of every response body here, and the gateway has nothing to re-
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncIterator
+import logging
+from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator
 from typing import Any
 
 from sgl_kvc.compat import BACKEND
 from sgl_kvc.compat.hook import Hook
-from sgl_kvc.spec import CUSTOM_PARAM, SpecError, parse
+from sgl_kvc.spec import CUSTOM_PARAM, KNOB_HEADER, NAMESPACE_HEADER, SpecError, parse
 
+_RESPONSES = "sglang.srt.entrypoints.openai.serving_responses.OpenAIServingResponses"
+_MESSAGES = "sglang.srt.entrypoints.anthropic.serving.AnthropicServing"
 _CHAT = "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat"
 _COMPLETION = "sglang.srt.entrypoints.openai.serving_completions.OpenAIServingCompletion"
 _DONE = "data: [DONE]\n\n"
@@ -21,12 +24,15 @@ _DONE = "data: [DONE]\n\n"
 
 async def generate_request(original, manager, obj, request=None) -> AsyncIterator[Any]:
     """``TokenizerManager.generate_request``: validate the knob, lift the report."""
+    if request is not None:
+        _take_header(obj, request)
+        request.state.kvc_generated = obj
     _validate(obj, manager.server_args)
     async for response in original(manager, obj, request):
         for item in response if isinstance(response, list) else [response]:
             report = _take_report(item.get("meta_info", {}))
             if report is not None:
-                item[CUSTOM_PARAM] = report
+                item[CUSTOM_PARAM] = report | {"completion_tokens": _answered(item)}
         _remember(obj, response)
         yield response
 
@@ -38,7 +44,7 @@ async def non_streaming(original, serving, adapted, request, raw_request) -> Any
 
     response = await original(serving, adapted, request, raw_request)
     report = _report(adapted)
-    if report is None or not isinstance(response, BaseModel):
+    if report is None or _translated(raw_request) or not isinstance(response, BaseModel):
         return response
     return JSONResponse(response.model_dump(mode="json") | {CUSTOM_PARAM: report})
 
@@ -50,7 +56,11 @@ async def stream(original, serving, adapted, request, raw_request) -> AsyncItera
     that is shows when a report is there: it arrives with its choice's last token.
     """
     held: str | None = None
+    passed = _translated(raw_request)
     async for chunk in original(serving, adapted, request, raw_request):
+        if passed:
+            yield chunk
+            continue
         if held is not None:
             yield held if chunk != _DONE else _with_report(held, _report(adapted))
             held = None
@@ -62,6 +72,108 @@ async def stream(original, serving, adapted, request, raw_request) -> AsyncItera
         yield held
 
 
+async def messages(original, serving, request, raw_request) -> Any:
+    """``handle_messages``: the chat endpoint's answer in Anthropic's words, and the report."""
+    from fastapi.responses import StreamingResponse
+
+    raw_request.state.kvc_translated = True
+    response = await original(serving, request, raw_request)
+    if isinstance(response, StreamingResponse):
+        response.body_iterator = _with_last(response.body_iterator, "message_stop", raw_request)
+        return response
+    return _with_field(response, raw_request)
+
+
+async def responses(original, serving, request, raw_request=None) -> Any:
+    """``create_responses``: an answer of the Responses API, and the report."""
+    logging.getLogger(_RESPONSES.rpartition(".")[0]).addFilter(_without_input)
+    response = await original(serving, request, raw_request)
+    if raw_request is None:
+        return response
+    if isinstance(response, AsyncGenerator):
+        return _with_last(response, "response.completed", raw_request)
+    return _with_field(response, raw_request)
+
+
+def _without_input(record: logging.LogRecord) -> bool:
+    """A filter: of Pydantic's errors the log gets field and problem, not what was sent there."""
+    from pydantic import ValidationError
+
+    error = record.exc_info[1] if record.exc_info else None
+    if isinstance(error, ValidationError):
+        told = [(each["loc"], each["msg"]) for each in error.errors(include_input=False)]
+        record.msg, record.args = f"{record.getMessage()}: {told}", ()
+        record.exc_info = None
+    return True
+
+
+def _translated(raw_request: Any) -> bool:
+    """Whether another endpoint takes the chat endpoint's answer apart."""
+    return raw_request is not None and getattr(raw_request.state, "kvc_translated", False)
+
+
+def _with_field(response: Any, raw_request: Any) -> Any:
+    """A whole answer with the report; as it is if there is none."""
+    from fastapi.encoders import jsonable_encoder
+    from fastapi.responses import JSONResponse
+    from pydantic import BaseModel
+
+    report = _report(getattr(raw_request.state, "kvc_generated", None))
+    if report is None:
+        return response
+    if isinstance(response, BaseModel):
+        return JSONResponse(jsonable_encoder(response) | {CUSTOM_PARAM: report})
+    if response.status_code != 200:
+        return response
+    return JSONResponse(json.loads(response.body) | {CUSTOM_PARAM: report})
+
+
+async def _with_last(chunks: AsyncIterable[Any], last: str, raw_request: Any) -> AsyncGenerator:
+    """A stream of events whose event `last` tells the report."""
+    begin = f"event: {last}\ndata: "
+    async for chunk in chunks:
+        report = _report(getattr(raw_request.state, "kvc_generated", None))
+        if report is not None and chunk.startswith(begin):
+            body = json.loads(chunk.removeprefix(begin)) | {CUSTOM_PARAM: report}
+            chunk = f"{begin}{json.dumps(body)}\n\n"
+        yield chunk
+
+
+def _take_header(obj: Any, request: Any) -> None:
+    """Take from headers what the gateway tells there, as not every endpoint's body has a place.
+
+    The knob, where the sampling parameters have none; and the namespace of the prefix cache, in
+    which what the request itself may say divides further.
+    """
+    from sglang.srt.managers.io_struct import GenerateReqInput
+
+    if not isinstance(obj, GenerateReqInput):
+        return
+    if (name := request.headers.get(NAMESPACE_HEADER)) is not None:
+        if isinstance(obj.extra_key, list):
+            obj.extra_key = [f"{name}/{own or ''}" for own in obj.extra_key]
+        else:
+            obj.extra_key = f"{name}/{obj.extra_key or ''}"
+    text = request.headers.get(KNOB_HEADER)
+    if text is None:
+        return
+    try:
+        knob = json.loads(text)
+    except ValueError:
+        raise SpecError("", f"the header {KNOB_HEADER} must be JSON") from None
+    params = obj.sampling_params
+    if isinstance(params, list):
+        obj.sampling_params = [_with_knob(one, knob) for one in params]
+    else:
+        obj.sampling_params = _with_knob(params, knob)
+
+
+def _with_knob(params: dict | None, knob: Any) -> dict:
+    given = params or {}
+    custom = given.get("custom_params") or {}
+    return {**given, "custom_params": {CUSTOM_PARAM: knob, **custom}}
+
+
 def _validate(obj: Any, server_args: Any) -> None:
     """Raise SpecError for a knob that cannot be used, before the scheduler sees it."""
     params = getattr(obj, "sampling_params", None)
@@ -71,6 +183,11 @@ def _validate(obj: Any, server_args: Any) -> None:
             spec = parse(custom[CUSTOM_PARAM])
             if not spec.off and server_args.attention_backend != BACKEND:
                 raise SpecError("", "this worker was started without --attention-backend kvc")
+
+
+def _answered(item: dict) -> int | None:
+    """Tokens of an answer so far."""
+    return item["meta_info"].get("completion_tokens")
 
 
 def _take_report(meta_info: dict) -> dict | None:
@@ -121,4 +238,8 @@ HOOKS = (
          "the OpenAI endpoints do not forward meta_info"),
     Hook(f"{_COMPLETION}._generate_completion_stream", "AROUND", stream,
          "the OpenAI endpoints do not forward meta_info"),
+    Hook(f"{_RESPONSES}.create_responses", "AROUND", responses,
+         "its answers are made of others' and have no place for a report"),
+    Hook(f"{_MESSAGES}.handle_messages", "AROUND", messages,
+         "its answers are made of the chat endpoint's and have no place for a report"),
 )

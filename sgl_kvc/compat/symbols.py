@@ -34,7 +34,7 @@ _CACHE = (
         "sglang.srt.mem_cache.radix_cache.RadixCache",
         "__init__(params) reset match_prefix(params) cache_unfinished_req(req,chunked) "
         "cache_finished_req(req,is_insert,kv_len_to_handle) dec_lock_ref(node) evictable_size "
-        "inc_lock_ref(node) disable page_size req_to_token_pool root_node "
+        "inc_lock_ref(node) disable page_size protected_size req_to_token_pool root_node "
         "token_to_kv_pool_allocator",
         "the radix cache that requests leave compressed is a subclass",
     ),
@@ -84,7 +84,8 @@ _POOL = (
         "alloc(need_size) alloc_decode(seq_lens,seq_lens_cpu,last_loc) "
         "alloc_extend(prefix_lens,prefix_lens_cpu,seq_lens,seq_lens_cpu,last_loc,"
         "extend_num_tokens,num_new_pages) "
-        "available_size free_pages free_segment(free_index,start_pos) get_kvcache page_size",
+        "available_size free_pages free_segment(free_index,start_pos) get_kvcache page_size "
+        "size",
         "a segment's blocks are allocated and freed; the CPU's allocator is a subclass",
     ),
 )
@@ -200,14 +201,14 @@ _SERVER = (
         "sglang.srt.server_args.ServerArgs",
         "admin_api_key api_key attention_backend attn_cp_size cuda_graph_backend_prefill "
         "cuda_graph_config dcp_size decode_attention_backend device disable_radix_cache "
-        "disaggregation_mode dllm_algorithm dtype enable_dp_attention enable_flexkv enable_hierarchical_cache "
-        "enable_hisparse enable_lmcache enable_lora enable_mis enable_page_major_kv_layout "
-        "enable_pdmux enable_prefill_cp enable_session_radix_cache enable_streaming_session "
-        "enable_torch_compile enable_two_batch_overlap enable_unified_memory "
-        "get_attention_backends get_model_config kv_cache_dtype kv_canary lora_paths model_path "
-        "page_size pp_size prefill_attention_backend prefill_only_disable_kv_cache "
-        "quantization_param_path radix_cache_backend revision sampling_backend "
-        "skip_tokenizer_init sleep_on_idle speculative_algorithm tokenizer_mode "
+        "disaggregation_mode dllm_algorithm dtype enable_dp_attention enable_flexkv "
+        "enable_hierarchical_cache enable_hisparse enable_lmcache enable_lora enable_mis "
+        "enable_page_major_kv_layout enable_pdmux enable_prefill_cp enable_session_radix_cache "
+        "enable_streaming_session enable_torch_compile enable_two_batch_overlap "
+        "enable_unified_memory get_attention_backends get_model_config kv_cache_dtype kv_canary "
+        "lora_paths model_path page_size pp_size prefill_attention_backend "
+        "prefill_only_disable_kv_cache quantization_param_path radix_cache_backend revision "
+        "sampling_backend skip_tokenizer_init sleep_on_idle speculative_algorithm tokenizer_mode "
         "tokenizer_path trust_remote_code",
         "options that are implied, read or refused",
     ),
@@ -220,6 +221,13 @@ _SERVER = (
         "server_args",
         "the knob is validated and the report lifted there",
     ),
+    Uses(
+        "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter",
+        "current_scheduler_metrics_enabled scheduler",
+        "metrics of the pool's blocks go with its own",
+    ),
+    Uses("sglang.srt.managers.io_struct.GenerateReqInput", "extra_key sampling_params",
+         "the gateway's headers are put into it"),
     Uses("sglang.srt.plugins.hook_registry.HookRegistry", "register(target,hook,hook_type)",
          "hooks are taken with it"),
     Uses("sglang.srt.plugins.hook_registry.HookType", "BEFORE AFTER AROUND",

@@ -9,6 +9,7 @@ from sgl_kvc.spec.errors import CUSTOM_PARAM, SpecError
 from sgl_kvc.spec.extent import Extent
 from sgl_kvc.spec.parse import (
     FIELDS,
+    INTEGERS,
     MAX_RATE,
     MIN_RECENT,
     OFF,
@@ -18,15 +19,17 @@ from sgl_kvc.spec.parse import (
     policy_parameters,
 )
 from sgl_kvc.spec.presets import DEFAULT_POLICY, PRESETS, Preset
-from sgl_kvc.spec.wire import KNOB_HEADER, WORKER_KEYS
+from sgl_kvc.spec.wire import KNOB_HEADER, NAMESPACE_HEADER, WORKER_KEYS
 
 __all__ = [
     "CUSTOM_PARAM",
     "DEFAULT_POLICY",
     "FIELDS",
+    "INTEGERS",
     "KNOB_HEADER",
     "MAX_RATE",
     "MIN_RECENT",
+    "NAMESPACE_HEADER",
     "OFF",
     "PRESETS",
     "WORKER_KEYS",

@@ -107,7 +107,7 @@ class CompressionSpec:
         """The knob that `parse` would turn into this spec, for ``custom_params``."""
         fields = {
             name: getattr(self, name)
-            for name in ("rate", *_INTEGERS)
+            for name in ("rate", *INTEGERS)
             if getattr(self, name) is not None
         }
         fields |= self.parameters
@@ -120,7 +120,7 @@ class CompressionSpec:
         return fields | {"scorer": self.scorer, "apportioner": self.apportioner}
 
 
-_INTEGERS = {  # field: (min, max)
+INTEGERS = {  # field: (min, max)
     "budget": (1, 1 << 24),
     "sinks": (0, 4096),
     "recent": (0, 4096),
@@ -129,7 +129,7 @@ _INTEGERS = {  # field: (min, max)
     "question_tokens": (0, 1 << 24),
     "recompress_every": (0, 1 << 24),
 }
-FIELDS = ("rate", "max_rate", "policy", "scorer", "apportioner", *_INTEGERS, "force")
+FIELDS = ("rate", "max_rate", "policy", "scorer", "apportioner", *INTEGERS, "force")
 
 
 def parse(knob: Any, *, max_rate: float = MAX_RATE) -> CompressionSpec:
@@ -162,7 +162,7 @@ def parse(knob: Any, *, max_rate: float = MAX_RATE) -> CompressionSpec:
     else:
         asked = given.get("max_rate", max_rate)
         values["max_rate"] = parse_rate(asked, max_rate=max_rate, field="max_rate")
-    for name, (low, high) in _INTEGERS.items():
+    for name, (low, high) in INTEGERS.items():
         if name in given:
             values[name] = checks.integer(name, given[name], low, high)
     if "force" in given:

@@ -8,6 +8,8 @@ from types import MappingProxyType
 #: Header of a request to the worker that holds the knob as JSON, for endpoints whose body has no
 #: place for it. The gateway never passes on a client's own.
 KNOB_HEADER = "x-kv-compression"
+#: Header of a request to the worker: where its prompt is cached, apart from all others'.
+NAMESPACE_HEADER = "x-kv-namespace"
 #: SGLang's arguments that are keys, and the variables of the worker's environment they come in.
 WORKER_KEYS: Mapping[str, str] = MappingProxyType(
     {"api_key": "SGL_KVC_API_KEY", "admin_api_key": "SGL_KVC_ADMIN_API_KEY"}
