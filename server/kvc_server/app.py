@@ -2,35 +2,42 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncIterator, Callable, Coroutine
-from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import httpx
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Scope
 
+from kvc_server import routes
 from kvc_server.admission import Admission
-from kvc_server.errors import HANDLERS, ApiError
-from kvc_server.inference import Inference
+from kvc_server.authentication import TENANT, AuthenticationMiddleware
+from kvc_server.demand import Ask
+from kvc_server.errors import HANDLERS, ApiError, from_worker
+from kvc_server.inference import Added, Inference, Shared
 from kvc_server.launch import Program
-from kvc_server.limits import read_body
-from kvc_server.metrics import Metrics, MetricsMiddleware
+from kvc_server.metrics import Metrics
+from kvc_server.observing import RECORD, REQUEST_ID, ObservingMiddleware, access_log
+from kvc_server.openapi import document
 from kvc_server.policies import catalogue
 from kvc_server.proxy import Forward, request_headers, upstream_request
+from kvc_server.quotas import Quotas
 from kvc_server.settings import Settings
 from kvc_server.supervisor import LocalWorker, worker_program
+from kvc_server.tenants import KeyFile
 from kvc_server.worker import RemoteWorker, Worker
 
 Endpoint = Callable[..., Coroutine[Any, Any, Response]]
-INFERENCE = ("/v1/chat/completions", "/v1/completions", "/generate")
-TOKENIZE = "/v1/tokenize"
-OTHERS = ("/v1/models", "/v1/kv_policies", "/live", "/health", "/readiness", "/metrics")
 _METRICS_TIMEOUT_S = 5.0
 _TEXT = "text/plain; version=0.0.4; charset=utf-8"
+#: What scripts of other origins may read of an answer besides its body.
+_EXPOSED = ("Retry-After", "WWW-Authenticate", REQUEST_ID)
 
 
 def create_app(settings: Settings, program: Program | None = None) -> FastAPI:
@@ -42,7 +49,7 @@ def create_app(settings: Settings, program: Program | None = None) -> FastAPI:
     """
     metrics = Metrics()
 
-    @asynccontextmanager
+    @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with _client(settings) as client:
             worker: Worker
@@ -65,28 +72,54 @@ def create_app(settings: Settings, program: Program | None = None) -> FastAPI:
         exception_handlers=HANDLERS,
     )
     app.state.admission = admission = Admission(settings.limits.max_in_flight)
-    endpoints = (*INFERENCE, TOKENIZE, *OTHERS)
-    app.add_middleware(MetricsMiddleware, metrics=metrics, endpoints=endpoints)
+    if settings.keys is not None:
+        keys = KeyFile(Path(settings.keys), settings)
+        app.add_middleware(AuthenticationMiddleware, keys=keys)
+    write = None if settings.access_log is None else access_log(settings.access_log)
+    app.add_middleware(ObservingMiddleware, metrics=metrics, write=write)
+    if settings.cors_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=settings.cors_origins,
+            allow_methods=("GET", "POST"),
+            allow_headers=("*",),
+            expose_headers=_EXPOSED,
+        )
 
-    def forward(scope: Scope, path: str, content: bytes | None) -> Forward:
+    def forward(scope: Scope, path: str, content: bytes | None, added: Added) -> Forward:
         client, worker = app.state.client, app.state.worker
         upstream = upstream_request(
             client,
-            "GET" if content is None else "POST",
+            scope["method"].replace("HEAD", "GET"),
             worker.url(),
             path,
             scope["query_string"],
-            request_headers(scope["headers"], worker.key),
+            [*request_headers(scope["headers"], worker.key, private=TENANT in scope), *added],
             content,
         )
-        return Forward(client, upstream, metrics, path)
+        return Forward(client, upstream, metrics, scope[RECORD])
+
+    async def ask(path: str, content: bytes | None) -> httpx.Response:
+        client, worker = app.state.client, app.state.worker
+        method, headers = "GET" if content is None else "POST", request_headers([], worker.key)
+        if content is not None:
+            headers.append((b"content-type", b"application/json"))
+        url = worker.url() + path
+        return await client.request(method, url, headers=headers, content=content)
 
     async def models(request: Request) -> Response:
-        return forward(request.scope, "/v1/models", None)
+        return forward(request.scope, routes.MODELS, None, [])
 
-    async def tokenize(request: Request) -> Response:
-        body = await read_body(request.headers, request.receive, settings.limits)
-        return forward(request.scope, TOKENIZE, bytes(body))
+    async def model(request: Request) -> Response:
+        return JSONResponse(await _model_card(ask, request.path_params["model"]))
+
+    async def stored(request: Request) -> Response:
+        path = routes.response_path(request.path_params["response_id"])
+        return forward(request.scope, path, None, [])
+
+    async def cancel(request: Request) -> Response:
+        path = routes.response_path(request.path_params["response_id"], "/cancel")
+        return forward(request.scope, path, b"", [])
 
     async def kv_policies() -> Response:
         return JSONResponse(catalogue())
@@ -104,26 +137,37 @@ def create_app(settings: Settings, program: Program | None = None) -> FastAPI:
         metrics.probe_age.set(app.state.worker.probe_age)
         return Response(metrics.render() + (theirs or b""), media_type=_TEXT)
 
-    for path in INFERENCE:
-        endpoint = Inference(path, settings, admission, forward)
+    async def openapi() -> Response:
+        return JSONResponse(document())
+
+    shared = Shared(settings, admission, Quotas(), forward, ask)
+    for path in (*routes.GENERATING, *routes.PASSED):
+        endpoint = Inference(path, routes.GENERATING.get(path), shared)
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
-        app.add_api_route(path, _allowed("OPTIONS, POST"), methods=["OPTIONS"])
-    app.add_api_route(TOKENIZE, tokenize, methods=["POST"])
-    app.add_api_route(TOKENIZE, _allowed("OPTIONS, POST"), methods=["OPTIONS"])
-    others: tuple[Endpoint, ...] = (models, kv_policies, live, health, health, metrics_text)
-    for path, answer in zip(OTHERS, others, strict=True):
-        app.add_api_route(path, answer, methods=["GET", "HEAD"])
-        app.add_api_route(path, _allowed("GET, HEAD, OPTIONS"), methods=["OPTIONS"])
+        _add_options(app, path, "OPTIONS, POST")
+    _add(app, routes.CANCEL, cancel, "POST")
+    read: dict[str, Endpoint] = {
+        routes.MODELS: models, routes.MODEL: model, routes.RESPONSE: stored,
+        "/v1/kv_policies": kv_policies, "/live": live, "/health": health, "/readiness": health,
+        "/metrics": metrics_text, "/openapi.json": openapi,
+    }  # fmt: skip
+    for path, answer in read.items():
+        _add(app, path, answer, "GET", "HEAD")
     return app
 
 
-def _allowed(methods: str) -> Endpoint:
-    """What answers OPTIONS."""
+def _add(app: FastAPI, path: str, endpoint: Endpoint, *methods: str) -> None:
+    app.add_api_route(path, endpoint, methods=list(methods))
+    _add_options(app, path, ", ".join(sorted([*methods, "OPTIONS"])))
+
+
+def _add_options(app: FastAPI, path: str, allowed: str) -> None:
+    """Answer OPTIONS, which tells the methods there are."""
 
     async def options() -> Response:
-        return Response(status_code=204, headers={"Allow": methods})
+        return Response(status_code=204, headers={"Allow": allowed})
 
-    return options
+    app.add_api_route(path, options, methods=["OPTIONS"])
 
 
 def _client(settings: Settings) -> httpx.AsyncClient:
@@ -139,6 +183,19 @@ def _client(settings: Settings) -> httpx.AsyncClient:
         limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
         trust_env=False,
     )
+
+
+async def _model_card(ask: Ask, name: str) -> Any:
+    """One of the worker's models, also an adapter. Raises ApiError 404 for another name."""
+    answer = await ask(routes.MODELS, None)
+    if answer.status_code != 200:
+        raise from_worker(answer.status_code, answer.content, answer.headers)
+    with contextlib.suppress(ValueError, LookupError, TypeError):
+        for card in answer.json()["data"]:
+            if card["id"] == name:
+                return card
+    told = f"the model '{name}' does not exist; GET {routes.MODELS} lists those that do"
+    raise ApiError(404, told, param="model", code="model_not_found")
 
 
 async def _worker_metrics(app: FastAPI) -> bytes | None:

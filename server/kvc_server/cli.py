@@ -24,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments, worker_args = _split(arguments)
     parser = build_parser()
     options = parser.parse_args(arguments)
-    if worker_args and options.command in ("plan", "policies", "profile"):
+    if worker_args and options.command in ("plan", "policies", "profile", "key"):
         parser.error(f"{options.command} starts no worker: leave out what follows --")
     try:
         return options.run(options, tuple(worker_args))
@@ -60,6 +60,10 @@ def build_parser() -> argparse.ArgumentParser:
     _add_policies(commands.add_parser(
         "policies", help="what can a request ask for?",
         description="The policies, scorers and apportioners there are, and their parameters.",
+    ))  # fmt: skip
+    _add_key(commands.add_parser(
+        "key", help="a new API key for serve --keys",
+        description="Make an API key, and the entry of it for the file of serve --keys.",
     ))  # fmt: skip
     _add_profile(commands.add_parser(
         "profile", help="which heads of a model retrieve?",
@@ -146,6 +150,11 @@ def _add_plan(parser: argparse.ArgumentParser) -> None:
 def _add_policies(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     parser.set_defaults(run=_lazily("kvc_server.policies_report"))
+
+
+def _add_key(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("name", help="what logs and metrics call its user")
+    parser.set_defaults(run=_lazily("kvc_server.key_command"))
 
 
 def _add_profile(parser: argparse.ArgumentParser) -> None:

@@ -20,12 +20,16 @@ RETRY_AFTER_S = 5
 
 _TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 _KNOB_FIELD = re.compile(rf"(?:[\w.]+\.)?{CUSTOM_PARAM}(?:\.\w+)?(?=: )")
-_VALIDATION = re.compile(  # SGLang's text for a body that FastAPI refused
-    r"\d+ validation errors?:\n +\{.*?'loc': [(\[](?P<loc>[^)\]]*)[)\]], "
-    r"'msg': (?P<msg>'(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\")"
+_STRING = r"""'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*\""""
+#: SGLang's list of validation errors, up to where the first one begins to repeat what was sent.
+_VALIDATION = re.compile(
+    r"\d+ validation errors?:\n +\{'type': '\w+', "
+    rf"'loc': (?P<loc>\((?:{_STRING}|[^'\"()])*\)), 'msg': (?P<msg>{_STRING})"
 )
+#: Pydantic's own words: a field, its problem, and then what was sent there.
+_PROBLEM = re.compile(r"\d+ validation errors? for .*\n(?P<field>.*)\n +(?P<what>.*?) \[type=")
 _MESSAGE_LIMIT = 4000
-_TOLD = re.compile(r"retry-after(-ms)?|www-authenticate|x-request-id|x-ratelimit-[\w-]+")
+_TOLD = re.compile(r"retry-after(-ms)?|www-authenticate|x-ratelimit-[\w-]+")
 _NONE: Mapping[str, str] = {}
 
 
@@ -115,8 +119,9 @@ def from_worker_json(status: int, content: Any, headers: Mapping[str, str] = _NO
     if message is None and isinstance(detail, list) and detail and isinstance(detail[0], dict):
         param, message = _invalid(detail[0].get("loc", ()), detail[0].get("msg"))
     elif isinstance(message, str) and (found := _VALIDATION.match(message)):
-        path = [part.strip(" '\"") for part in found["loc"].split(",")]
-        param, message = _invalid(path, ast.literal_eval(found["msg"]))
+        param, message = _invalid(ast.literal_eval(found["loc"]), ast.literal_eval(found["msg"]))
+    elif isinstance(message, str) and (found := _PROBLEM.search(message)):
+        param, message = found["field"], f"{found['field']}: {found['what']}"
     message = str(message or detail or json.dumps(error))[:_MESSAGE_LIMIT]
     if not isinstance(param, str) and (field := _KNOB_FIELD.match(message)):
         param = field[0]

@@ -35,14 +35,7 @@ def place(
     ------
     ApiError : status 400, naming the field or the header.
     """
-    body = dict(body)
-    given: dict[str, Any] | None = None
-    if CUSTOM_PARAM in body:
-        given = _validated(body.pop(CUSTOM_PARAM), CUSTOM_PARAM, settings)
-        if header:
-            raise _bad(HEADER, f"give either the header {HEADER} or {CUSTOM_PARAM}, not both")
-    elif header:
-        given = _validated({"rate": _number(header)}, HEADER, settings)
+    body, given = _taken(body, header, settings)
     if not native:
         return _with_knob(body, given, "", settings)
     sampling = body.get("sampling_params")
@@ -55,6 +48,45 @@ def place(
         sampling = {} if sampling is None else sampling
         body["sampling_params"] = _with_knob(sampling, given, "sampling_params.", settings)
     return body
+
+
+def take(
+    body: dict[str, Any], header: Sequence[str], settings: Settings
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Like `place`, for endpoints without ``custom_params``: the body without a knob, and the knob.
+
+    Raises
+    ------
+    ApiError : status 400, naming the field or the header.
+    """
+    body, given = _taken(body, header, settings)
+    custom = body.get("custom_params")
+    if isinstance(custom, dict) and CUSTOM_PARAM in custom:
+        where = f"custom_params.{CUSTOM_PARAM}"
+        raise _bad(where, f"{where}: this endpoint has no custom_params; give {CUSTOM_PARAM}")
+    return body, _default(settings) if given is None else given
+
+
+def _taken(
+    body: dict[str, Any], header: Sequence[str], settings: Settings
+) -> tuple[dict[str, Any], dict[str, Any] | None]:
+    """A copy of the body without its field `CUSTOM_PARAM`, and the knob of that or the header."""
+    body = dict(body)
+    if CUSTOM_PARAM in body:
+        given = _validated(body.pop(CUSTOM_PARAM), CUSTOM_PARAM, settings)
+        if header:
+            raise _bad(HEADER, f"give either the header {HEADER} or {CUSTOM_PARAM}, not both")
+        return body, given
+    if header:
+        return body, _validated({"rate": _number(header)}, HEADER, settings)
+    return body, None
+
+
+def _default(settings: Settings) -> dict[str, Any]:
+    """The knob of a request that names none."""
+    limits = settings.knob_limits
+    rate = limits.force_rate or max(settings.default_rate, limits.min_rate)
+    return OFF if rate == 1 else {"rate": rate}
 
 
 def _with_knob(
@@ -72,10 +104,7 @@ def _with_knob(
         if given is not None:
             raise _bad(where, f"{where}: the rate is given twice; leave this one out")
         given = _validated(custom[CUSTOM_PARAM], where, settings)
-    if given is None:
-        limits = settings.knob_limits
-        rate = limits.force_rate or max(settings.default_rate, limits.min_rate)
-        given = OFF if rate == 1 else {"rate": rate}
+    given = _default(settings) if given is None else given
     return holder | {"custom_params": custom | {CUSTOM_PARAM: given}}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 from sgl_kvc.spec import DEFAULT_POLICY, OFF, CompressionSpec, SpecError
 
@@ -50,6 +51,22 @@ class KnobLimits:
         if self.min_rate > 1:
             self._check_least(spec)
         return spec
+
+    def narrowed(self, **bounds: Any) -> KnobLimits:
+        """These limits, or of each the narrower one where `bounds` has it too."""
+        other = dataclasses.replace(self, **bounds)
+        policies = other.policies
+        if self.policies is not None and policies is not None:
+            policies &= self.policies
+        return KnobLimits(
+            policies=self.policies if policies is None else policies,
+            all_queries=self.all_queries and other.all_queries,
+            max_window=min(self.max_window, other.max_window),
+            min_budget=max(self.min_budget, other.min_budget),
+            min_recompress_every=max(self.min_recompress_every, other.min_recompress_every),
+            min_rate=max(self.min_rate, other.min_rate),
+            force_rate=other.force_rate if self.force_rate is None else self.force_rate,
+        )
 
     def _check_policy(self, spec: CompressionSpec) -> None:
         field = "scorer" if "+" in spec.policy else "policy"

@@ -1,18 +1,18 @@
-"""The gateway's own Prometheus metrics, and the middleware that feeds them."""
+"""The gateway's own Prometheus metrics."""
 
 from __future__ import annotations
 
 import re
-import time
-from collections.abc import Iterable
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from kvc_server.record import Record
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_TOKEN_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
+_RATES = (1, 1.5, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 128)
 _MAX_REASONS = 32
-CLIENT_GONE = "499"
 
 
 class Metrics:
@@ -32,6 +32,22 @@ class Metrics:
             "kvc_time_to_first_token_seconds",
             "From a streaming request's arrival to the first byte of its answer.",
             ["endpoint"], buckets=_SECONDS, registry=registry,
+        )  # fmt: skip
+        self.inter_token = Histogram(
+            "kvc_inter_token_seconds", "Between two parts of a streamed answer, one token mostly.",
+            ["endpoint"], buckets=_TOKEN_SECONDS, registry=registry,
+        )  # fmt: skip
+        self.rate_achieved = Histogram(
+            "kvc_rate_achieved", "KVs before / KVs after of what was compressed.",
+            buckets=_RATES, registry=registry,
+        )  # fmt: skip
+        self.tokens = Counter(
+            "kvc_tokens", "Tokens of prompts and answers, by the name of the key.",
+            ["tenant", "of"], registry=registry,
+        )  # fmt: skip
+        self.tenant_requests = Counter(
+            "kvc_tenant_requests", "Requests answered, by the name of the key.",
+            ["tenant", "status"], registry=registry,
         )  # fmt: skip
         self.in_flight = Gauge(
             "kvc_requests_in_flight", "Requests being served.", ["endpoint"], registry=registry
@@ -64,6 +80,21 @@ class Metrics:
         )  # fmt: skip
         self._reasons: set[str] = set()
 
+    def observe(self, record: Record) -> None:
+        """Count one request that is over."""
+        self.requests.labels(record.endpoint, record.status).inc()
+        self.latency.labels(record.endpoint).observe(record.seconds)
+        if record.first_s is not None:
+            self.first_token.labels(record.endpoint).observe(record.first_s)
+        if record.tenant is not None:
+            self.tenant_requests.labels(record.tenant, record.status).inc()
+        for result in record.results:
+            self.observe_result(result)
+            for of in ("prompt", "completion"):
+                count = result.get(f"{of}_tokens") if isinstance(result, dict) else None
+                if isinstance(count, int) and count > 0:
+                    self.tokens.labels(record.tenant or "", of).inc(count)
+
     def observe_result(self, result: Any) -> None:
         """Count one `kv_compression` object of a response; others' JSON is not trusted."""
         if not isinstance(result, dict):
@@ -74,6 +105,9 @@ class Metrics:
                 size = sizes.get(when) if isinstance(sizes, dict) else None
                 if isinstance(size, (int, float)) and size >= 0:
                     counter.labels(when).inc(size)
+        achieved = result.get("rate_achieved")
+        if isinstance(result.get("policy"), str) and isinstance(achieved, (int, float)):
+            self.rate_achieved.observe(achieved)
         if isinstance(result.get("skipped"), str):
             self.skipped.labels(self._reason(result["skipped"])).inc()
 
@@ -88,45 +122,3 @@ class Metrics:
     def render(self) -> bytes:
         """The metrics in Prometheus' text format."""
         return generate_latest(self.registry)
-
-
-class MetricsMiddleware:
-    """Counts requests, their time, and when a stream's first bytes left."""
-
-    def __init__(self, app: ASGIApp, *, metrics: Metrics, endpoints: Iterable[str]):
-        self.app = app
-        self.metrics = metrics
-        self.endpoints = frozenset(endpoints)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self.app(scope, receive, send)
-        metrics = self.metrics
-        endpoint = scope["path"] if scope["path"] in self.endpoints else "other"
-        begin = time.perf_counter()
-        status = CLIENT_GONE
-        waiting_for_token = False
-
-        async def watched(message: Message) -> None:
-            nonlocal status, waiting_for_token
-            if message["type"] == "http.response.start":
-                status = str(message["status"])
-                waiting_for_token = any(
-                    name.lower() == b"content-type" and value.startswith(b"text/event-stream")
-                    for name, value in message["headers"]
-                )
-            elif waiting_for_token and message.get("body"):
-                waiting_for_token = False
-                metrics.first_token.labels(endpoint).observe(time.perf_counter() - begin)
-            await send(message)
-
-        metrics.in_flight.labels(endpoint).inc()
-        try:
-            await self.app(scope, receive, watched)
-        except Exception:
-            status = "500"
-            raise
-        finally:
-            metrics.in_flight.labels(endpoint).dec()
-            metrics.requests.labels(endpoint, status).inc()
-            metrics.latency.labels(endpoint).observe(time.perf_counter() - begin)

@@ -15,6 +15,8 @@ from starlette.types import Receive, Scope, Send
 from kvc_server.errors import ApiError, from_transport, from_worker, from_worker_json
 from kvc_server.events import ErrorRewriter, ResultScanner, error_line, results, stream_status
 from kvc_server.metrics import Metrics
+from kvc_server.record import Record
+from sgl_kvc.spec import KNOB_HEADER, NAMESPACE_HEADER
 
 _LAST_EVENT_S = 1.0
 _HOP_BY_HOP = frozenset(
@@ -23,7 +25,9 @@ _HOP_BY_HOP = frozenset(
 )
 _NOT_FORWARDED = _HOP_BY_HOP | {
     b"host", b"content-length", b"accept-encoding", b"expect", b"x-kv-compression-rate",
+    KNOB_HEADER.encode(), NAMESPACE_HEADER.encode(),
 }  # fmt: skip
+_KEYS = frozenset({b"authorization", b"x-api-key"})
 #: Far more than any parameter of a query needs; httpx and servers have limits of their own.
 MAX_QUERY_BYTES = 16384
 _TARGET = re.compile(rb"[\x21-\x7e]*")  # what RFC 9112 allows, and h11 sends
@@ -31,14 +35,17 @@ _TARGET = re.compile(rb"[\x21-\x7e]*")  # what RFC 9112 allows, and h11 sends
 Headers = list[tuple[bytes, bytes]]
 
 
-def request_headers(raw: Iterable[tuple[bytes, bytes]], key: str | None = None) -> Headers:
+def request_headers(
+    raw: Iterable[tuple[bytes, bytes]], key: str | None = None, *, private: bool = False
+) -> Headers:
     """The client's headers as the worker should see them; no compression of the answer.
 
     Parameters
     ----------
-    key : the worker's; the client's own Authorization is then not for the worker.
+    key : the worker's; the client's own is then not for the worker.
+    private : the client's key is ours, not the worker's.
     """
-    dropped = _NOT_FORWARDED if key is None else _NOT_FORWARDED | {b"authorization", b"x-api-key"}
+    dropped = _NOT_FORWARDED if key is None and not private else _NOT_FORWARDED | _KEYS
     kept = [(name, value) for name, value in raw if name.lower() not in dropped]
     told = [] if key is None else [(b"authorization", f"Bearer {key}".encode())]
     return [*kept, *told, (b"accept-encoding", b"identity")]
@@ -94,13 +101,13 @@ class Forward(Response):
     """
 
     def __init__(
-        self, client: httpx.AsyncClient, request: httpx.Request, metrics: Metrics, endpoint: str
+        self, client: httpx.AsyncClient, request: httpx.Request, metrics: Metrics, record: Record
     ):
         super().__init__()
         self._client = client
         self._request = request
         self._metrics = metrics
-        self._endpoint = endpoint
+        self._record = record
         self._sent = b"\n\n"  # the end of what was
         self.started = False
 
@@ -109,7 +116,7 @@ class Forward(Response):
 
     async def end_with(self, error: ApiError, send: Send) -> None:
         """Make `error` the last event of a stream that has begun, unless its client is stuck."""
-        self._metrics.broken_streams.labels(self._endpoint).inc()
+        self._metrics.broken_streams.labels(self._record.endpoint).inc()
         gap = b"" if self._sent.endswith(b"\n\n") else b"\n\n"
         with anyio.move_on_after(_LAST_EVENT_S):
             event = gap + error.to_event()
@@ -132,9 +139,8 @@ class Forward(Response):
             raise from_worker(worker.status_code, body, worker.headers)
         length = (b"content-length", str(len(body)).encode())
         await self._start(worker, send, length)
+        self._record.results = results(body)
         await send({"type": "http.response.body", "body": body})
-        for result in results(body):
-            self._metrics.observe_result(result)
 
     async def _relay_stream(self, worker: httpx.Response, send: Send) -> None:
         chunks = worker.aiter_raw()
@@ -156,12 +162,12 @@ class Forward(Response):
                 await asyncio.sleep(0)  # let others run, and a disconnect be noticed
                 chunk = await anext(chunks, b"")
             await self._send_on(errors.rest(), send)
+            self._record.results = scanner.results()
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except httpx.HTTPError as lost:
             await self._send_on(errors.rest(), send)
+            self._record.results = scanner.results()
             await self.end_with(from_transport(lost), send)
-        for result in scanner.results():
-            self._metrics.observe_result(result)
 
     async def _start(self, worker: httpx.Response, send: Send, *more: tuple[bytes, bytes]) -> None:
         headers = [*response_headers(worker.headers.raw), *more]

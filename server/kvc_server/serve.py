@@ -47,6 +47,9 @@ def settings_of(options: argparse.Namespace, worker_args: tuple[str, ...]) -> Se
         limits=limits_of(options),
         knob_limits=knob_limits_of(options),
         watch=watch_of(options),
+        keys=options.keys,
+        access_log=options.access_log,
+        cors_origins=tuple(options.cors_origin),
     )
 
 

@@ -37,6 +37,12 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="refuse policies that take nothing from the prefix cache")  # fmt: skip
     add("--force-rate", type=float, metavar="RATE",
         help="the rate of every request, whatever it asks for")  # fmt: skip
+    add("--keys", metavar="FILE",
+        help="the file of API keys (sgl-kvc key); without it everybody is served")  # fmt: skip
+    add("--access-log", metavar="FILE",
+        help="write a line of JSON per request to it, - is stdout")  # fmt: skip
+    add("--cors-origin", action="append", default=[], metavar="ORIGIN",
+        help="let pages of this origin call us, * of any; may be given again")  # fmt: skip
 
 
 def knob_limits_of(options: argparse.Namespace) -> KnobLimits:

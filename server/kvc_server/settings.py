@@ -38,6 +38,9 @@ class Settings:
     limits : what a client may cost before its request begins, and how long a stop waits.
     knob_limits : what requests may ask for besides.
     watch : how the worker is watched.
+    keys : the file of API keys; None lets everybody in.
+    access_log : file for a line of JSON per request, "-" for stdout; None writes none.
+    cors_origins : origins whose pages may call us from a browser; "*" is all.
     """
 
     worker_url: str | None = None
@@ -50,6 +53,9 @@ class Settings:
     limits: Limits = dataclasses.field(default_factory=Limits)
     knob_limits: KnobLimits = dataclasses.field(default_factory=KnobLimits)
     watch: Watch = dataclasses.field(default_factory=Watch)
+    keys: str | None = None
+    access_log: str | None = None
+    cors_origins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         """Raise SettingsError for the first option that cannot be used."""
@@ -66,6 +72,8 @@ class Settings:
             if (option := argument.split("=")[0]) in OWNED_WORKER_OPTIONS:
                 why = OWNED_WORKER_OPTIONS[option]
                 raise SettingsError(f"{option} after -- is the gateway's to choose; {why}")
+        for origin in self.cors_origins:
+            _check_origin(origin)
         _check_rate("--max-rate", self.max_rate, MAX_RATE)
         _check_rate("--default-rate", self.default_rate, self.max_rate)
         knob = self.knob_limits
@@ -98,6 +106,12 @@ def _check_url(url: str) -> None:
         usable = False
     if not usable:
         raise SettingsError(f"--worker-url must look like http://host:30000 (got {url!r})")
+
+
+def _check_origin(origin: str) -> None:
+    parts = urlsplit(origin)
+    if origin != "*" and origin != f"{parts.scheme}://{parts.netloc}":
+        raise SettingsError(f"--cors-origin must look like https://app.example (got {origin!r})")
 
 
 def _check_policy(name: str) -> None:

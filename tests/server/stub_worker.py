@@ -27,11 +27,13 @@ class StubWorker:
     ----------
     parts : bytes, seconds to wait, DROP or HANG.
     head, body : the last request's, as they came; header lines in order.
+    by_path : whole JSON bodies that these paths answer, whatever `parts` are.
     closed : set when the connection of the last request is closed by the other side.
     """
 
     def __init__(self) -> None:
         self.parts: list[object] = []
+        self.by_path: dict[str, bytes] = {}
         self.head: list[bytes] = []
         self.body = b""
         self.closed = asyncio.Event()
@@ -56,6 +58,10 @@ class StubWorker:
             lines = (await reader.readuntil(b"\r\n\r\n")).split(b"\r\n")[:-2]
             if f"User-Agent: {AGENT}".encode() in lines:  # from the gateway itself, at any time
                 writer.write(head(200, "Content-Length: 0"))
+                writer.close()
+                return
+            if (told := self.by_path.get(lines[0].split()[1].decode())) is not None:
+                writer.write(head(200, f"Content-Length: {len(told)}") + told)
                 writer.close()
                 return
             self.head, self.closed = lines, asyncio.Event()

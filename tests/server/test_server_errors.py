@@ -76,7 +76,7 @@ def test_unread_encoding(lonely: Gateway) -> None:
 
 
 def test_unknown_paths_and_methods(lonely: Gateway) -> None:
-    for path in ("/", "/v1/nothing", "/docs", "/openapi.json"):
+    for path in ("/", "/v1/nothing", "/docs", "/redoc"):
         answer = httpx.get(lonely.url + path)
         assert answer.status_code == 404
         assert error(answer)["code"] == "unknown_url"
@@ -130,8 +130,12 @@ def test_the_openai_client_understands_the_errors(lonely: Gateway) -> None:
         (b'{"detail": [{"loc": ["body", "n"], "msg": "must be a number"}]}',
          "n: must be a number", "n", None),
         (b'{"message": "2 validation errors:\\n  {\'type\': \'x\', \'loc\': (\'body\', \'n\', 0), '
-         b'\'msg\': \'It\\\\\'s odd\', \'input\': 8}\\n  File \\"/secret\\""}',
+         b'\'msg\': \'It\\\\\'s odd\', \'input\': 8, \'ctx\': {\'error\': E(1)}}'
+         b'\\n  File \\"/secret\\""}',
          "n.0: It's odd", "n.0", None),
+        (b'{"message": "1 validation error for Chat\\nn.0\\n  Too low [type=x, '
+         b'input_value=\'secret\']"}',
+         "n.0: Too low", "n.0", None),
         (b'{"detail": "Not Found"}', "Not Found", None, None),
         (b"<h1>Bad gateway</h1>", "<h1>Bad gateway</h1>", None, None),
         (b"", "the worker answered 400", None, None),
