@@ -25,6 +25,7 @@ from sglang.srt.mem_cache.common import evict_from_tree_cache, maybe_cache_unfin
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
 
 from sgl_kvc.cache import continual
+from sgl_kvc.cache.accounting import Compactions
 from sgl_kvc.cache.base import PrefixCache
 from sgl_kvc.cache.compaction import compress, empty_segment, install
 from sgl_kvc.cache.request import Request
@@ -49,6 +50,7 @@ class CompressingRadixCache(RadixCache, PrefixCache):
     ----------
     states : what scorers that look at every query saw of earlier prompts.
     sharing : which requests hold the same blocks.
+    compactions : how many there were, and how long they took.
     stream : the CUDA stream that forwards run in, where it is not the scheduler's own.
     """
 
@@ -59,6 +61,7 @@ class CompressingRadixCache(RadixCache, PrefixCache):
         arenas = self.pool.arena_k, self.pool.arena_v
         self.states = StateCache.for_pool(sum(arena.nbytes for arena in arenas))
         self.sharing = Sharing()
+        self.compactions = Compactions()
         self.block = BlockSize(params.page_size, self.pool.block_bytes)
         self._released = False
         self._promised = 0  # tokens that the next decode step will take
@@ -150,7 +153,7 @@ class CompressingRadixCache(RadixCache, PrefixCache):
             super().cache_unfinished_req(req, chunked=chunked)
         if due:
             self._remember_states(req)
-            self._released |= compress(self, req)
+            self._compress(req)
             req.prefix_indices = self.row_slots(req)[:done].to(torch.int64, copy=True)
 
     def cache_finished_req(
@@ -209,12 +212,17 @@ class CompressingRadixCache(RadixCache, PrefixCache):
         request = Request.of(req)
         if request.segment is not None:
             if request.goes_on:
-                self._released |= continual.recompress(self, req)
+                with self.compactions.timed():
+                    self._released |= continual.recompress(self, req)
         elif request.extent is not None and request.extent.compressed and _decodes(req):
             if len(req.prefix_indices) >= request.extent.scored:  # there was no room before
-                self._released |= compress(self, req)
+                self._compress(req)
             else:
                 maybe_cache_unfinished_req(req, self)
+
+    def _compress(self, req: Req) -> None:
+        with self.compactions.timed():
+            self._released |= compress(self, req)
 
     def row_slots(self, req: Req) -> torch.Tensor:
         return self.req_to_token_pool.req_to_token[req.req_pool_idx]

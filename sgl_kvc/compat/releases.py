@@ -11,7 +11,7 @@ import dataclasses
 import importlib.metadata
 from collections.abc import Callable, Iterable, Mapping
 
-from sgl_kvc.compat import arguments, cpu, http, operations, pool, requests, scheduling
+from sgl_kvc.compat import arguments, cpu, http, metrics, operations, pool, requests, scheduling
 from sgl_kvc.compat.hook import Hook, IncompatibleError
 from sgl_kvc.compat.symbols import SYMBOLS, Uses
 
@@ -23,6 +23,7 @@ HOOKS = (
     *http.HOOKS,
     *requests.HOOKS,
     *operations.HOOKS,
+    *metrics.HOOKS,
     *cpu.HOOKS,
 )
 

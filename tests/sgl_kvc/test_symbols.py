@@ -23,6 +23,7 @@ MODULES = [
     for found in pkgutil.walk_packages([str(ROOT)], "sgl_kvc.")
 ]
 
+_COMPONENTS = "sglang.srt.managers.scheduler_components"
 #: What our code calls the objects of SGLang's that it is handed, as a variable or an attribute.
 NAMED = {
     "adder": "sglang.srt.managers.schedule_policy.PrefillAdder",
@@ -41,6 +42,7 @@ NAMED = {
     "params": "sglang.srt.sampling.sampling_params.SamplingParams",
     "pool": "sgl_kvc.pool.arena.ArenaKVPool",
     "ps": "sglang.srt.distributed.parallel_state_wrapper.ParallelState",
+    "reporter": f"{_COMPONENTS}.metrics_reporter.SchedulerMetricsReporter",
     "req": "sglang.srt.managers.schedule_batch.Req",
     "req_to_token_pool": "sglang.srt.mem_cache.memory_pool.ReqToTokenPool",
     "_request_dispatcher": "sglang.utils.TypeBasedDispatcher",
