@@ -15,7 +15,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Scope
 
-from kvc_server import routes
+from kvc_server import routes, tracing
 from kvc_server.admission import Admission
 from kvc_server.authentication import TENANT, AuthenticationMiddleware
 from kvc_server.demand import Ask
@@ -75,6 +75,8 @@ def create_app(settings: Settings, program: Program | None = None) -> FastAPI:
     if settings.keys is not None:
         keys = KeyFile(Path(settings.keys), settings)
         app.add_middleware(AuthenticationMiddleware, keys=keys)
+    if settings.traces:
+        app.add_middleware(tracing.TracingMiddleware, provider=tracing.provider())
     write = None if settings.access_log is None else access_log(settings.access_log)
     app.add_middleware(ObservingMiddleware, metrics=metrics, write=write)
     if settings.cors_origins:

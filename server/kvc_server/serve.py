@@ -49,6 +49,7 @@ def settings_of(options: argparse.Namespace, worker_args: tuple[str, ...]) -> Se
         watch=watch_of(options),
         keys=options.keys,
         access_log=options.access_log,
+        traces=options.traces,
         cors_origins=tuple(options.cors_origin),
     )
 

@@ -41,6 +41,8 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="the file of API keys (sgl-kvc key); without it everybody is served")  # fmt: skip
     add("--access-log", metavar="FILE",
         help="write a line of JSON per request to it, - is stdout")  # fmt: skip
+    add("--traces", action="store_true",
+        help="export OpenTelemetry spans, as OTEL_EXPORTER_OTLP_ENDPOINT says")  # fmt: skip
     add("--cors-origin", action="append", default=[], metavar="ORIGIN",
         help="let pages of this origin call us, * of any; may be given again")  # fmt: skip
 

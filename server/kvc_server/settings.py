@@ -40,6 +40,7 @@ class Settings:
     watch : how the worker is watched.
     keys : the file of API keys; None lets everybody in.
     access_log : file for a line of JSON per request, "-" for stdout; None writes none.
+    traces : export OpenTelemetry spans.
     cors_origins : origins whose pages may call us from a browser; "*" is all.
     """
 
@@ -55,6 +56,7 @@ class Settings:
     watch: Watch = dataclasses.field(default_factory=Watch)
     keys: str | None = None
     access_log: str | None = None
+    traces: bool = False
     cors_origins: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
