@@ -35,19 +35,6 @@ def apply_bitmask_of_grammar(_grammar, logits: torch.Tensor, vocab_mask: torch.T
     apply_bitmask(logits, vocab_mask)
 
 
-def leave_a_token(original, runner, logits_output, sampling_info) -> None:
-    """``ModelRunner._preprocess_logits``: who may say nothing more may say anything.
-
-    A grammar that the vocabulary cannot write forbids every token. Torch would then raise while it
-    samples for the whole batch; any token instead is refused by that grammar, which ends the one
-    request.
-    """
-    original(runner, logits_output, sampling_info)
-    logits = logits_output.next_token_logits
-    nothing_left = logits.amax(dim=-1, keepdim=True) == float("-inf")
-    logits.masked_fill_(nothing_left, 0.0)
-
-
 def profile(original, manager, request) -> Any:
     """``SchedulerProfilerManager._profile``: refuse the profilers that only a GPU has."""
     from sglang.srt.managers.io_struct import ProfileReqOutput
@@ -79,13 +66,6 @@ HOOKS = (
         "REPLACE",
         apply_bitmask,
         "the same for the masks of a reasoning parser",
-        cpu=True,
-    ),
-    Hook(
-        "sglang.srt.model_executor.model_runner.ModelRunner._preprocess_logits",
-        "AROUND",
-        leave_a_token,
-        "sampling raises where every token of a request is forbidden, which ends the scheduler",
         cpu=True,
     ),
     Hook(

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import re
+from typing import Optional
 
 import msgspec
 
@@ -14,6 +15,9 @@ from sgl_kvc.compat.hook import Hook
 
 _INT32_MAX = 2**31 - 1
 _FLOAT32_MAX = 3.4028234e38
+#: Divided by the least temperature that SGLang computes with, 1e-6, still a number.
+_LARGEST_LOGIT = 1e30
+_SCALARS = (bool, int, str, Optional[bool], Optional[int], Optional[str])  # noqa: UP045
 
 
 def check_sampling(params, vocab_size: int) -> None:
@@ -48,15 +52,19 @@ def check_types(params) -> None:
         if field.name == "custom_params":
             continue
         whole = isinstance(value, float) and value.is_integer() and abs(value) <= _INT32_MAX
-        try:
-            converted = msgspec.convert(int(value) if whole else value, field.type)
-        except msgspec.ValidationError as error:
-            raise ValueError(f"{field.name}: {error}.") from error
+        converted = _converted(field, int(value) if whole else value)
         if whole:
             setattr(params, field.name, converted)
 
 
 _fields = functools.cache(msgspec.structs.fields)
+
+
+def _converted(field, value):
+    try:
+        return msgspec.convert(value, field.type)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{field.name}: {error}.") from error
 
 
 def check_stop_regex(original, params, tokenizer) -> None:
@@ -79,6 +87,42 @@ def check_request(manager, obj, input_ids) -> None:
                 raise ValueError(f"input_ids must be in [0, {vocabulary - 1}], got {token}.")
 
 
+def check_tokenized(tokenized, *_args, **_kwargs) -> None:
+    """``TokenizerManager._create_tokenized_object``: raise ValueError for a list meant for many
+    requests that one request came with, and for counts below any that has a meaning.
+    """
+    for field in _fields(tokenized.__class__):
+        if field.type in _SCALARS:
+            _converted(field, getattr(tokenized, field.name))
+    if getattr(tokenized, "logprob_start_len", -1) < -1:
+        begin = tokenized.logprob_start_len
+        raise ValueError(f"logprob_start_len must be at least -1, got {begin}.")
+
+
+def mend_logits(_result, sampling, logits) -> None:
+    """``SamplingBatchInfo.apply_logits_bias``: nothing that cannot be sampled from is left.
+
+    In `logits` [B, vocabulary]. A grammar that the vocabulary cannot write forbids every token,
+    penalties and biases can leave the numbers of a float. Sampling then raises, and on a GPU the
+    device with it, for the whole batch. Where every token is forbidden any is allowed: the grammar
+    refuses it, which ends that request. What a batch without them computes is not looked at.
+    """
+    penalties = sampling.penalizer_orchestrator
+    if (
+        sampling.grammar_mask is None
+        and sampling.logit_bias is None
+        and sampling.acc_additive_penalties is None
+        and sampling.acc_scaling_penalties is None
+        and not (penalties and penalties.is_required)
+    ):
+        return
+    forbidden = float("-inf")
+    logits.nan_to_num_(nan=forbidden, posinf=_LARGEST_LOGIT, neginf=forbidden)
+    logits.clamp_(max=_LARGEST_LOGIT)
+    nothing_left = logits.amax(dim=-1, keepdim=True) < -_LARGEST_LOGIT
+    logits.masked_fill_(nothing_left, 0.0)
+
+
 HOOKS = (
     Hook(
         "sglang.srt.sampling.sampling_params.SamplingParams.verify",
@@ -98,5 +142,17 @@ HOOKS = (
         "BEFORE",
         check_request,
         "upstream asks for more logits than there are, and looks up embeddings that are not there",
+    ),
+    Hook(
+        "sglang.srt.managers.tokenizer_manager.TokenizerManager._create_tokenized_object",
+        "AFTER",
+        check_tokenized,
+        "upstream takes lists, and counts below zero, where one request has one value",
+    ),
+    Hook(
+        "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo.apply_logits_bias",
+        "AFTER",
+        mend_logits,
+        "torch.multinomial raises for NaN, infinities and rows without any token",
     ),
 )

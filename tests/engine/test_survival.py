@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import collections
+import dataclasses
+import itertools
+import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from tests import tiny_models
@@ -42,6 +47,9 @@ REFUSED = {
     "top_logprobs_num": ({}, {"return_logprob": True, "top_logprobs_num": 5000}),
     "input_ids": ({}, {"input_ids": [5, 100_000]}),
     "input_ids below 0": ({}, {"input_ids": [5, -7]}),
+    "logprob_start_len": ({}, {"return_logprob": True, "logprob_start_len": -5}),
+    "extra_key": ({}, {"extra_key": ["for", "two"]}),
+    "bootstrap_host": ({}, {"bootstrap_host": ["a"]}),
 }
 
 
@@ -63,6 +71,24 @@ def test_the_largest_numbers_that_are_right_are_served(server):
     }  # fmt: skip
     status, text = status_and_text(server, "/generate", generate_body(IDS, **sampling) | fields)
     assert status == 200, text
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        {"repetition_penalty": 1e-45},
+        {"repetition_penalty": 1e-30, "logit_bias": {"10": 3e38}},
+        {"logit_bias": {"10": 3e38}, "temperature": 1e-6},
+        {"logit_bias": {str(token): -3e38 for token in range(tiny_models.VOCABULARY)}},
+    ],
+)
+def test_logits_beyond_numbers_are_sampled_from(server, sampling):
+    """Softmax of them is not a number, and torch.multinomial raised for the whole batch."""
+    body = generate_body(IDS, **{"temperature": 1.0} | sampling, max_new_tokens=4, ignore_eos=True)
+    status, text = status_and_text(server, "/generate", body)
+    assert status == 200, text
+    if sampling.get("logit_bias", {}).keys() == {"10"}:
+        assert json.loads(text)["output_ids"] == [10] * 4
 
 
 @pytest.mark.parametrize(
@@ -96,3 +122,32 @@ def test_a_profile_of_the_cpu(server, tmp_path):
     assert status == 200, text
     server.generate(IDS, max_new_tokens=8, ignore_eos=True)
     assert list(Path(tmp_path).glob("*.trace.json.gz"))
+
+
+STRANGE = (
+    -5, 0, 1.5, 1 << 40, 1 << 62, True, "a", "", [], [1], ["a", "b"], [[1]], {}, {"a": 1}, None
+)  # fmt: skip
+#: They name files or hosts, or are the prompt itself, of which the other tests have the cases.
+APART = {"image_data", "video_data", "audio_data", "text", "rid"}
+
+
+def test_no_field_of_a_request_ends_the_engine(server):
+    """Every field of `/generate` and every sampling parameter, with values of every kind."""
+    from sglang.srt.managers.io_struct import GenerateReqInput
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    fields = {field.name for field in dataclasses.fields(GenerateReqInput)} - APART
+    sampling = {field.name for field in msgspec.structs.fields(SamplingParams)}
+    assert len(fields) > 40
+    assert len(sampling) > 20
+    plain = generate_body(IDS, max_new_tokens=2, temperature=1.0)
+    bodies = [plain | {name: value} for name in sorted(fields) for value in STRANGE]
+    for name, value in itertools.product(sorted(sampling), STRANGE):
+        bodies.append(plain | {"sampling_params": plain["sampling_params"] | {name: value}})
+    statuses = collections.Counter()
+    with server.client() as client:
+        for body in bodies:
+            statuses[client.post("/generate", json=body).status_code] += 1
+            assert client.get("/server_info").status_code == 200, body
+    assert statuses[400] > 100
+    assert statuses[200] > 100

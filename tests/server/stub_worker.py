@@ -18,6 +18,8 @@ from prometheus_client.parser import text_string_to_metric_families
 
 #: In an answer: close the connection here, or say nothing more until the other side closes it.
 DROP, HANG = object(), object()
+#: Seconds for what has to happen at some time; a shared machine can stand still for some.
+PATIENCE = 120.0
 
 
 class StubWorker:
@@ -25,7 +27,7 @@ class StubWorker:
 
     Attributes
     ----------
-    parts : bytes, seconds to wait, DROP or HANG.
+    parts : bytes, seconds or an event to wait for, DROP or HANG.
     head, body : the last request's, as they came; header lines in order.
     by_path : whole JSON bodies that these paths answer, whatever `parts` are.
     closed : set when the connection of the last request is closed by the other side.
@@ -72,6 +74,8 @@ class StubWorker:
                 if isinstance(part, bytes):
                     writer.write(part)
                     await writer.drain()
+                elif isinstance(part, asyncio.Event):
+                    await part.wait()
                 else:
                     await asyncio.sleep(float(str(part)))
             if DROP not in self.parts:
@@ -118,7 +122,8 @@ async def stubbed(**options: Any) -> AsyncIterator[tuple[StubWorker, httpx.Async
         while not server.started:
             await asyncio.sleep(0.005)
         port = server.servers[0].sockets[0].getsockname()[1]
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
+        url = f"http://127.0.0.1:{port}"
+        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client:
             yield worker, client
         server.should_exit = True
         await running
@@ -132,7 +137,7 @@ def play(scenario: Scenario, **options: Any) -> None:
 
     async def stage() -> None:
         async with stubbed(**options) as (worker, client):
-            await asyncio.wait_for(scenario(worker, client), 30)
+            await asyncio.wait_for(scenario(worker, client), PATIENCE)
 
     asyncio.run(stage())
 

@@ -12,7 +12,7 @@ import httpx
 import pytest
 from kvc_server.launch import child_options, gateway, reserved_port
 
-from tests.server.stub_worker import DROP, HANG, StubWorker
+from tests.server.stub_worker import DROP, HANG, PATIENCE, StubWorker
 
 CHAT = "/v1/chat/completions"
 
@@ -30,7 +30,7 @@ async def started(
             process = await asyncio.create_subprocess_exec(*command, **child_options())
             try:
                 base = f"http://127.0.0.1:{port}"
-                async with httpx.AsyncClient(base_url=base, timeout=20) as client:
+                async with httpx.AsyncClient(base_url=base, timeout=PATIENCE) as client:
                     while not await answers(client, "/readiness"):
                         await asyncio.sleep(0.05)
                     yield process, client
@@ -53,7 +53,8 @@ async def ask(client: httpx.AsyncClient, body: dict) -> httpx.Response:
 def test_what_is_in_flight_is_served_to_its_end_and_nothing_new() -> None:
     async def scenario() -> None:
         worker = StubWorker()
-        worker.streams(b"data: 1\n\n", 3, b"data: [DONE]\n\n")
+        asked = asyncio.Event()
+        worker.streams(b"data: 1\n\n", asked, b"data: [DONE]\n\n")
         async with started(worker) as (process, client):
             stream = asyncio.create_task(ask(client, {"stream": True}))
             while not worker.head:
@@ -68,10 +69,11 @@ def test_what_is_in_flight_is_served_to_its_end_and_nothing_new() -> None:
             assert refused.json()["error"]["code"] == "shutting_down"
             assert int(refused.headers["retry-after"]) > 0
             assert not stream.done()
+            asked.set()
             assert (await stream).content == b"data: 1\n\ndata: [DONE]\n\n"
-            assert await asyncio.wait_for(process.wait(), 10) == 0
+            assert await asyncio.wait_for(process.wait(), PATIENCE) == 0
 
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+    asyncio.run(asyncio.wait_for(scenario(), 2 * PATIENCE))
 
 
 @pytest.mark.parametrize("drain_timeout", ["0.5", "60"])
@@ -97,12 +99,12 @@ def test_what_is_cut_is_told_so(drain_timeout: str) -> None:
                 await asyncio.sleep(0.3)
                 assert not whole.done()
                 process.send_signal(signal.SIGINT)
-            text = (await asyncio.wait_for(stream, 10)).content
+            text = (await asyncio.wait_for(stream, PATIENCE)).content
             kept = b"data: 1\n\ndata: ha\n\ndata: "
             assert text.startswith(kept)
             assert json.loads(text.removeprefix(kept))["error"]["code"] == "shutting_down"
             answer = await whole
             assert (answer.status_code, answer.json()["error"]["code"]) == (503, "shutting_down")
-            assert await asyncio.wait_for(process.wait(), 10) == 0
+            assert await asyncio.wait_for(process.wait(), PATIENCE) == 0
 
-    asyncio.run(asyncio.wait_for(scenario(), 60))
+    asyncio.run(asyncio.wait_for(scenario(), 2 * PATIENCE))

@@ -19,7 +19,7 @@ from kvc_server.openapi import document
 from schemathesis import GenerationMode
 
 from tests.server.chats import chat
-from tests.server.stub_worker import StubWorker, play
+from tests.server.stub_worker import PATIENCE, StubWorker, play
 
 BODIES = 2000
 GROWTH = 24 << 20  # bytes; a body that stayed would be some kB, 2,000 of them more than this
@@ -43,7 +43,7 @@ def test_what_the_document_allows_and_what_it_does_not(mode: GenerationMode) -> 
                   suppress_health_check=list(HealthCheck))  # fmt: skip
         @given(case=cases)
         def send(case: schemathesis.Case) -> None:
-            answer = case.call(base_url=str(client.base_url))
+            answer = case.call(base_url=str(client.base_url), timeout=PATIENCE)
             seen.add(case.path)
             assert answer.status_code < 500, answer.text
             if answer.status_code >= 400 and case.method.upper() != "HEAD":

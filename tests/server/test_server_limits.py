@@ -12,7 +12,7 @@ import httpx
 import pytest
 from kvc_server.limits import Limits
 
-from tests.server.stub_worker import HANG, StubWorker, metrics, play, send_raw
+from tests.server.stub_worker import HANG, PATIENCE, StubWorker, metrics, play, send_raw
 
 GENERATE = "/generate"
 POST = b"POST /generate HTTP/1.1\r\nHost: x\r\n"
@@ -61,7 +61,7 @@ def test_a_body_has_to_come_in_time() -> None:
         answer = await send_raw(client, POST + b"Content-Length: 9\r\n\r\n{")
         assert answer.startswith(b"HTTP/1.1 408")
         assert json.loads(answer.split(b"\r\n\r\n", 1)[1])["error"]["code"] == "body_timeout"
-        assert 0.3 <= time.monotonic() - begin < 5
+        assert 0.3 <= time.monotonic() - begin < PATIENCE
 
     play(scenario, **limits(body_timeout=0.3))
 
@@ -70,7 +70,7 @@ def test_a_body_has_to_come_in_time() -> None:
 @pytest.mark.parametrize("before", [b"", b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n"])
 def test_headers_have_to_come_in_time(sent: bytes, before: bytes) -> None:
     async def scenario(worker: StubWorker, client: httpx.AsyncClient) -> None:
-        answer = await asyncio.wait_for(send_raw(client, before + sent), 4)
+        answer = await asyncio.wait_for(send_raw(client, before + sent), PATIENCE)
         assert answer.startswith(b"HTTP/1.1 200" if before else b"")
         assert answer.count(b"HTTP/1.1") == bool(before)
 
@@ -81,12 +81,12 @@ def test_the_time_for_headers_begins_anew_behind_every_answer() -> None:
     async def scenario(worker: StubWorker, client: httpx.AsyncClient) -> None:
         reader, writer = await asyncio.open_connection(client.base_url.host, client.base_url.port)
         for _ in range(2):
-            await asyncio.sleep(0.4)
+            await asyncio.sleep(1.1)
             writer.write(b"GET /live HTTP/1.1\r\nHost: x\r\n\r\n")
             assert (await reader.readuntil(b"}")).startswith(b"HTTP/1.1 200")
         writer.close()
 
-    play(scenario, **limits(header_timeout=0.7))
+    play(scenario, **limits(header_timeout=2))
 
 
 def test_an_answer_may_take_longer_than_the_headers() -> None:

@@ -116,7 +116,8 @@ def test_no_log_line_metric_or_error_holds_a_prompt_or_a_key(
     ]  # fmt: skip
     asked = [("/v1/chat/completions", body) for body in chats]
     asked += [("/v1/messages", body) for body in chats]
-    asked += [("/v1/responses", {"model": "recall", "input": body["messages"]}) for body in chats]
+    short = {"model": "recall", "max_output_tokens": 8}
+    asked += [("/v1/responses", short | {"input": body["messages"]}) for body in chats]
     asked += [("/generate", body) for body in natives]
     asked += [("/v1/score", {"query": text, "items": 1}), ("/v1/tokenize", {"prompt": {"a": text}})]
     headers = keys.headers("a")

@@ -14,7 +14,7 @@ from kvc_server.proxy import (
     while_connected,
 )
 
-from tests.server.stub_worker import DROP, StubWorker, head, play
+from tests.server.stub_worker import DROP, PATIENCE, StubWorker, head, play
 
 GENERATE = "/generate"
 
@@ -92,7 +92,8 @@ def test_an_answer_comes_back_byte_for_byte():
         assert "theirs" not in answer.headers.get("server", "")
         assert "yesterday" not in answer.headers["date"]
         assert "transfer-encoding" not in answer.headers
-        await asyncio.wait_for(worker.closed.wait(), 5)  # every request has its own connection
+        # every request has its own connection
+        await asyncio.wait_for(worker.closed.wait(), PATIENCE)
 
     play(scenario)
 
@@ -105,7 +106,7 @@ def test_the_workers_error_keeps_its_status(status):
         error = answer.json()["error"]
         assert (answer.status_code, error["message"]) == (status, "too long")
         assert error["param"] == "input"
-        await asyncio.wait_for(worker.closed.wait(), 5)
+        await asyncio.wait_for(worker.closed.wait(), PATIENCE)
 
     play(scenario)
 
@@ -178,7 +179,7 @@ def test_an_answer_without_a_type_is_passed_on():
 
 
 async def nobody_leaves() -> dict[str, Any]:
-    await asyncio.sleep(60)
+    await asyncio.sleep(10 * PATIENCE)
     raise AssertionError
 
 
@@ -187,7 +188,7 @@ def test_work_ends_with_what_it_raised():
         raise KeyError("found")
 
     with pytest.raises(KeyError, match="found"):
-        asyncio.run(asyncio.wait_for(while_connected(nobody_leaves, fails()), 5))
+        asyncio.run(asyncio.wait_for(while_connected(nobody_leaves, fails()), PATIENCE))
 
 
 def test_work_that_is_done_does_not_wait_for_the_client():
@@ -198,7 +199,7 @@ def test_work_that_is_done_does_not_wait_for_the_client():
             await asyncio.sleep(0.01)
             done.append(1)
 
-        await asyncio.wait_for(while_connected(nobody_leaves, works()), 5)
+        await asyncio.wait_for(while_connected(nobody_leaves, works()), PATIENCE)
         assert len(asyncio.all_tasks()) == 1, "nothing goes on listening"
         return done
 
@@ -219,12 +220,12 @@ def test_only_a_disconnect_ends_the_work():
 
         async def works() -> None:
             try:
-                await asyncio.sleep(60)
+                await asyncio.sleep(10 * PATIENCE)
             finally:
                 await asyncio.sleep(0.01)
                 seen.append("cleaned up")
 
-        await asyncio.wait_for(while_connected(receive, works()), 5)
+        await asyncio.wait_for(while_connected(receive, works()), PATIENCE)
         return seen
 
     assert asyncio.run(scenario()) == ["http.request", "http.request", "http.disconnect",

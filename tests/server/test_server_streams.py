@@ -10,7 +10,7 @@ import time
 import httpx
 import pytest
 
-from tests.server.stub_worker import DROP, HANG, StubWorker, head, metrics, play
+from tests.server.stub_worker import DROP, HANG, PATIENCE, StubWorker, head, metrics, play
 
 CHAT = "/v1/chat/completions"
 
@@ -164,6 +164,6 @@ def test_a_client_that_leaves_takes_the_workers_request_along(stream):
             worker.answer(HANG)
         with contextlib.suppress(httpx.TimeoutException):
             await client.post(CHAT, json={"messages": []}, timeout=0.3)
-        await asyncio.wait_for(worker.closed.wait(), 5)
+        await asyncio.wait_for(worker.closed.wait(), PATIENCE)
 
     play(scenario)

@@ -25,6 +25,8 @@ from kvc_server.settings import Settings
 from kvc_server.supervisor import LocalWorker
 from kvc_server.worker import WorkerFailed
 
+from tests.server.stub_worker import PATIENCE
+
 #: A server of a few lines that says 200 to everything.
 SERVE = """
 import http.server, sys
@@ -72,7 +74,7 @@ class Stage:
     async def ask(self) -> int:
         return (await self.client.post("/generate", json={"text": "a"})).status_code
 
-    async def until(self, condition: Callable[[], bool], within_s: float = 10) -> float:
+    async def until(self, condition: Callable[[], bool], within_s: float = PATIENCE) -> float:
         begin = time.monotonic()
         while not condition():
             assert time.monotonic() < begin + within_s, "it never came"
@@ -90,7 +92,8 @@ async def staged(program: Program = STUB, watch: Watch = WATCH) -> AsyncIterator
         await asyncio.sleep(0.005)
     port = server.servers[0].sockets[0].getsockname()[1]
     try:
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=20) as client:
+        url = f"http://127.0.0.1:{port}"
+        async with httpx.AsyncClient(base_url=url, timeout=PATIENCE) as client:
             yield Stage(app.state.worker, client, others)
     finally:
         server.should_exit = True
@@ -101,7 +104,7 @@ async def staged(program: Program = STUB, watch: Watch = WATCH) -> AsyncIterator
 def play(scenario, **options) -> None:
     async def stage() -> None:
         async with staged(**options) as it:
-            await asyncio.wait_for(scenario(it), 40)
+            await asyncio.wait_for(scenario(it), 2 * PATIENCE)
 
     asyncio.run(stage())
 
@@ -246,7 +249,7 @@ def test_a_port_that_somebody_else_took_gets_no_request(goes_on: bool) -> None:
 def test_a_first_start_that_fails_is_told(program: Program, reason: str) -> None:
     async def scenario(stage: Stage) -> None:
         with pytest.raises(WorkerFailed, match=reason):
-            await asyncio.wait_for(stage.worker.until_ready(), 10)
+            await asyncio.wait_for(stage.worker.until_ready(), PATIENCE)
         with pytest.raises(ApiError):
             stage.worker.url()
 
