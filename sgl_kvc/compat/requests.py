@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import re
-from typing import Optional
 
 import msgspec
 
@@ -15,9 +14,15 @@ from sgl_kvc.compat.hook import Hook
 
 _INT32_MAX = 2**31 - 1
 _FLOAT32_MAX = 3.4028234e38
+#: Answers to one prompt; every one costs memory before it waits for its turn.
+MOST_CHOICES = 1024
 #: Divided by the least temperature that SGLang computes with, 1e-6, still a number.
 _LARGEST_LOGIT = 1e30
-_SCALARS = (bool, int, str, Optional[bool], Optional[int], Optional[str])  # noqa: UP045
+#: Of a tokenized request: made by SGLang itself, or large and of one type already.
+_MADE = {
+    "input_ids", "input_embeds", "mm_inputs", "mm_data_mooncake", "num_items_assigned",
+    "positional_embed_overrides", "sampling_params", "session_params", "time_stats",
+}  # fmt: skip
 
 
 def check_sampling(params, vocab_size: int) -> None:
@@ -49,22 +54,51 @@ def check_types(params) -> None:
     """
     for field in _fields(params.__class__):
         value = getattr(params, field.name)
-        if field.name == "custom_params":
-            continue
-        whole = isinstance(value, float) and value.is_integer() and abs(value) <= _INT32_MAX
-        converted = _converted(field, int(value) if whole else value)
-        if whole:
+        converted = _checked(field, value)
+        if converted is not value:
             setattr(params, field.name, converted)
 
 
 _fields = functools.cache(msgspec.structs.fields)
 
 
-def _converted(field, value):
+def _checked(field, value):
+    """`value`, an integer if it was written 4.0. Raises ValueError, which names the field."""
+    if field.name == "custom_params":
+        return value
+    whole = isinstance(value, float) and value.is_integer() and abs(value) <= _INT32_MAX
     try:
-        return msgspec.convert(value, field.type)
+        converted = msgspec.convert(int(value) if whole else value, field.type)
     except msgspec.ValidationError as error:
         raise ValueError(f"{field.name}: {error}.") from error
+    return converted if whole else value
+
+
+def _check_named(given: dict, struct: type, where: str) -> None:
+    """Raise ValueError for what is no field of `struct`, or not of its type; convert the rest."""
+    fields = {field.name: field for field in _fields(struct)}
+    for name, value in given.items():
+        if name not in fields:
+            raise ValueError(f"{where}: there is no {name!r}.")
+        if value is not None or name == "n":
+            given[name] = _checked(fields[name], value)
+
+
+def check_parameters(request) -> None:
+    """``GenerateReqInput.normalize_batch_and_arguments``: raise ValueError for what `request`
+    says in free dictionaries, and is computed with before it is converted.
+    """
+    from sglang.srt.managers.io_struct import SessionParams
+    from sglang.srt.sampling.sampling_params import SamplingParams
+
+    params = request.sampling_params
+    if params == [] or not isinstance(params, dict | list | None):
+        raise ValueError("sampling_params must be an object, or one for every prompt.")
+    for given in params if isinstance(params, list) else [params or {}]:
+        _check_named(given, SamplingParams, "sampling_params")
+        if not 1 <= given.get("n", 1) <= MOST_CHOICES:
+            raise ValueError(f"n must be in [1, {MOST_CHOICES}], got {given['n']}.")
+    _check_named(request.session_params or {}, SessionParams, "session_params")
 
 
 def check_stop_regex(original, params, tokenizer) -> None:
@@ -79,7 +113,7 @@ def check_request(manager, obj, input_ids) -> None:
     """``TokenizerManager._validate_one_request``: raise ValueError for what has no logits."""
     vocabulary = manager.model_config.vocab_size
     asked = getattr(obj, "top_logprobs_num", None) or 0
-    if not 0 <= asked <= vocabulary:
+    if not isinstance(asked, int) or not 0 <= asked <= vocabulary:
         raise ValueError(f"top_logprobs_num must be in [0, {vocabulary}], got {asked}.")
     if input_ids:
         for token in (min(input_ids), max(input_ids)):
@@ -92,11 +126,14 @@ def check_tokenized(tokenized, *_args, **_kwargs) -> None:
     requests that one request came with, and for counts below any that has a meaning.
     """
     for field in _fields(tokenized.__class__):
-        if field.type in _SCALARS:
-            _converted(field, getattr(tokenized, field.name))
+        if field.name not in _MADE:
+            _checked(field, getattr(tokenized, field.name))
     if getattr(tokenized, "logprob_start_len", -1) < -1:
         begin = tokenized.logprob_start_len
         raise ValueError(f"logprob_start_len must be at least -1, got {begin}.")
+    overrides = tokenized.positional_embed_overrides
+    if overrides is not None and not hasattr(overrides, "positions"):
+        raise ValueError("positional_embed_overrides cannot be told by JSON.")
 
 
 def mend_logits(_result, sampling, logits) -> None:
@@ -130,6 +167,12 @@ HOOKS = (
         check_sampling,
         "sampling_params is a free dictionary upstream: the scheduler ends where it computes with "
         "a wrong type, or makes a tensor of a number that is too large",
+    ),
+    Hook(
+        "sglang.srt.managers.io_struct.GenerateReqInput.normalize_batch_and_arguments",
+        "BEFORE",
+        check_parameters,
+        "upstream answers 500, and makes as many copies of a request as `n` says",
     ),
     Hook(
         "sglang.srt.sampling.sampling_params.SamplingParams.normalize",
