@@ -189,6 +189,12 @@ _SCHEDULER = (
         "the knob arrives in them; some of their values would end the scheduler",
     ),
     Uses(
+        "sglang.srt.sampling.sampling_batch_info.SamplingBatchInfo",
+        "acc_additive_penalties acc_scaling_penalties apply_logits_bias(logits) grammar_mask "
+        "logit_bias penalizer_orchestrator",
+        "logits that cannot be sampled from are mended",
+    ),
+    Uses(
         "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner",
         "can_run_graph(forward_batch) model_runner",
         "compression in decode runs without graphs",
@@ -217,8 +223,8 @@ _SERVER = (
     Uses("sglang.srt.runtime_context", "get_exec", "whether this process serves with ours"),
     Uses(
         "sglang.srt.managers.tokenizer_manager.TokenizerManager",
-        "_validate_one_request(obj,input_ids) generate_request(obj,request) model_config "
-        "server_args",
+        "_create_tokenized_object _validate_one_request(obj,input_ids) "
+        "generate_request(obj,request) model_config server_args",
         "the knob is validated and the report lifted there",
     ),
     Uses(
@@ -226,8 +232,12 @@ _SERVER = (
         "current_scheduler_metrics_enabled scheduler",
         "metrics of the pool's blocks go with its own",
     ),
-    Uses("sglang.srt.managers.io_struct.GenerateReqInput", "extra_key sampling_params",
-         "the gateway's headers are put into it"),
+    Uses(
+        "sglang.srt.managers.io_struct.GenerateReqInput",
+        "extra_key normalize_batch_and_arguments sampling_params session_params",
+        "the gateway's headers are put into it; some of its values would end the scheduler",
+    ),
+    Uses("sglang.srt.managers.io_struct.SessionParams", "", "its fields' names and types"),
     Uses("sglang.srt.plugins.hook_registry.HookRegistry", "register(target,hook,hook_type)",
          "hooks are taken with it"),
     Uses("sglang.srt.plugins.hook_registry.HookType", "BEFORE AFTER AROUND",
