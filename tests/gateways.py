@@ -54,6 +54,6 @@ def serve(log: Path, *arguments: str, **env: str) -> Iterator[Gateway]:
         if process.poll() is None:
             family = psutil.Process(process.pid).children(recursive=True)
             process.terminate()
-        process.wait(20)
-    _, left = psutil.wait_procs(family, 5)
+        process.wait(120)
+    _, left = psutil.wait_procs(family, 60)
     assert not left, f"the gateway left {left} behind"

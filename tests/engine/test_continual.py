@@ -22,7 +22,7 @@ def test_thousands_of_tokens_inside_a_budget(server):
         )
         used = []
         while not answer.done():
-            used.append(httpx.get(f"{server.url}/get_load", timeout=10).json()[0]["num_tokens"])
+            used.append(httpx.get(f"{server.url}/get_load", timeout=60).json()[0]["num_tokens"])
     report = answer.result()["kv_compression"]
     assert len(answer.result()["output_ids"]) == 4000
     assert 256 < report["decode"]["kept_per_head_peak"] <= 256 + 128 + BLOCK

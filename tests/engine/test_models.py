@@ -57,7 +57,7 @@ def test_a_refused_server_stops_and_says_why(tmp_path, changes, backends, senten
     log = tmp_path / "log"
     program = launch.sglang(folder, *backends)
     with launch.started(program, log=log, popen=fork_server.popen) as server:
-        assert server.process.wait(180) != 0
+        assert server.process.wait(400) != 0
     said = [line for line in log.read_text().splitlines() if "sgl-kvc cannot serve" in line]
     assert said, log.read_text()[-3000:]
     assert sentence in said[0]
@@ -71,7 +71,7 @@ def refusal(tmp_path, script: str) -> str:
         process = fork_server.popen(
             command, stdout=out, stderr=subprocess.STDOUT, env=dict(os.environ)
         )
-    assert process.wait(120) != 0
+    assert process.wait(400) != 0
     return log.read_text()
 
 

@@ -36,7 +36,7 @@ def answers(out: Path) -> list[dict[str, Any]]:
 
 def requests_of(gateway: Gateway) -> float:
     """Generations the gateway was asked for so far."""
-    text = httpx.get(f"{gateway.url}/metrics", timeout=30).text
+    text = httpx.get(f"{gateway.url}/metrics", timeout=120).text
     return sum(map(float, re.findall(r"^kvc_requests_total\{.*\} (\S+)$", text, re.MULTILINE)))
 
 
@@ -89,7 +89,7 @@ def test_questions_asked_after_compression(gateway: Gateway, tmp_path: Path) -> 
 def test_all_policies_of_the_server_are_measured_by_default(
     gateway: Gateway, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    listed = httpx.get(f"{gateway.url}/v1/kv_policies", timeout=30).json()["policies"]
+    listed = httpx.get(f"{gateway.url}/v1/kv_policies", timeout=120).json()["policies"]
     names = {policy["name"] for policy in listed}
     assert {"kv-compress", "random"} < names
     assert evaluate(

@@ -27,7 +27,7 @@ def lonely(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Gateway]:
         reserved_port() as nobody,
         serve(log, "--worker-url", f"http://127.0.0.1:{nobody}") as running,
     ):
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while time.monotonic() < deadline:
             with contextlib.suppress(httpx.HTTPError):
                 httpx.get(f"{running.url}/health")

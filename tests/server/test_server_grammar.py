@@ -24,8 +24,8 @@ def test_json_of_a_vocabulary_without_braces(gateway: Gateway, rate: int, temper
     }
     wanted = {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}
     url = f"{gateway.url}/v1/chat/completions"
-    answer = httpx.post(url, json=body | {"response_format": wanted}, timeout=60)
+    answer = httpx.post(url, json=body | {"response_format": wanted}, timeout=180)
     assert answer.status_code == 200, answer.text
     assert answer.json()["choices"][0]["finish_reason"] == "abort"
-    assert httpx.post(url, json=body, timeout=60).status_code == 200
+    assert httpx.post(url, json=body, timeout=180).status_code == 200
     assert gateway.worker().pid == worker

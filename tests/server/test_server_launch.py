@@ -52,7 +52,7 @@ def gone(pid: int, within_s: float = 5) -> bool:
 
 
 def wait_for(text: str, log: Path) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while text not in log.read_text():
         assert time.monotonic() < deadline, log.read_text()
         time.sleep(0.05)

@@ -57,7 +57,7 @@ def test_requests_at_once(tmp_path: Path) -> None:
             task.cancel()
         await asyncio.gather(*asked, return_exceptions=True)
         worker.says(b"{}")
-        deadline = time.monotonic() + 5
+        deadline = time.monotonic() + 60
         while (await client.post(GENERATE, json={}, headers=headers)).status_code == 429:
             assert time.monotonic() < deadline
         worker.says(b"{}", 500)

@@ -27,7 +27,7 @@ LONG = "river " * 4097
 def test_a_prompt_beyond_the_context_is_the_clients_error(
     gateway: Gateway, path: str, body: dict[str, Any], stream: bool
 ) -> None:
-    answer = httpx.post(gateway.url + path, json=body | {"stream": stream}, timeout=60)
+    answer = httpx.post(gateway.url + path, json=body | {"stream": stream}, timeout=180)
     assert answer.status_code == 400
     error = answer.json()["error"]
     assert set(error) == {"message", "type", "param", "code"}
@@ -49,7 +49,7 @@ def test_a_prompt_beyond_the_context_is_the_clients_error(
 def test_what_the_worker_refuses_has_our_shape(
     gateway: Gateway, path: str, body: dict[str, Any], param: str | None
 ) -> None:
-    answer = httpx.post(gateway.url + path, json=body, timeout=60)
+    answer = httpx.post(gateway.url + path, json=body, timeout=180)
     assert answer.status_code == 400
     assert set(answer.json()) == {"error"}
     error = answer.json()["error"]
@@ -73,6 +73,6 @@ def test_a_refused_knob_leaves_the_server_alive(
 
 def still_serves(gateway: Gateway) -> None:
     answer = httpx.post(
-        f"{gateway.url}/v1/chat/completions", json=chat("hello ?", max_tokens=1), timeout=60
+        f"{gateway.url}/v1/chat/completions", json=chat("hello ?", max_tokens=1), timeout=180
     )
     assert answer.status_code == 200

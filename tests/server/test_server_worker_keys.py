@@ -26,9 +26,9 @@ from tests.server.stub_worker import StubWorker, play
 def test_who_has_no_key_is_refused(gateway: Gateway, method: str, path: str) -> None:
     url, mine = gateway.worker_url() + path, {"Authorization": "Bearer guessed"}
     for headers in ({}, mine):
-        answer = httpx.request(method, url, json={"text": "a"}, headers=headers, timeout=30)
+        answer = httpx.request(method, url, json={"text": "a"}, headers=headers, timeout=120)
         assert answer.status_code == 401, answer.text
-    served = httpx.get(f"{gateway.url}/v1/models", headers=mine, timeout=30)
+    served = httpx.get(f"{gateway.url}/v1/models", headers=mine, timeout=120)
     assert served.status_code == 200, "the client's own Authorization is not for the worker"
 
 
