@@ -41,7 +41,7 @@ def program(before: str = "", **options: float) -> Program:
     return Program(("-c", SERVE.format(before=before)), **options)
 
 
-def gone(pid: int, within_s: float = 5) -> bool:
+def gone(pid: int, within_s: float = 60) -> bool:
     """Whether a process ends, seen as a zombie or not at all."""
     deadline = time.monotonic() + within_s
     while time.monotonic() < deadline:
