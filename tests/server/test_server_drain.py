@@ -24,6 +24,7 @@ async def started(
     """`sgl-kvc serve` before `worker`, ready; and a client of it."""
     async with await asyncio.start_server(worker.serve, "127.0.0.1", 0) as listening:
         worker.port = listening.sockets[0].getsockname()[1]
+        worker.by_path["/v1/models"] = b'{"data": []}'  # the gateway asks once, at some time
         url = f"http://127.0.0.1:{worker.port}"
         with reserved_port() as port:
             command = gateway("--worker-url", url, *options).command(port)
