@@ -9,8 +9,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
 
 from tests.gateways import Gateway, serve
+
+# Cores are shared with whatever else the machine does: how long an example takes says nothing.
+settings.register_profile("shared", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("shared")
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 

@@ -22,8 +22,12 @@ settings.register_profile(
     deadline=None,
     suppress_health_check=list(HealthCheck),
 )
-settings.load_profile("mutants")
 gc.disable()
+
+
+def pytest_configure() -> None:
+    """Behind `conftest.py`, which has loaded a profile of its own."""
+    settings.load_profile("mutants")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from kvc_server import tenants
 from kvc_server.cli import main
@@ -111,7 +111,6 @@ def test_no_name_and_no_key_is_there_twice(tmp_path: Path) -> None:
             KeyFile(path, SERVER)
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # cores are shared
 @given(
     server=st.builds(KnobLimits, max_window=st.integers(1, 99), min_budget=st.integers(1, 99),
                      policies=st.sampled_from([None, frozenset({"kv-compress", "knorm"})]),
