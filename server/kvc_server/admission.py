@@ -37,21 +37,27 @@ class Admission:
         ------
         ApiError : 503 while draining, 429 when there are too many.
         """
-        if self.draining:
-            raise shutting_down()
-        if self.in_flight >= self._max:
-            raise ApiError(
-                429,
-                f"this server answers {self._max} requests at once; try again in a few seconds",
-                code="too_many_requests",
-                headers={"Retry-After": str(RETRY_AFTER_S)},
-            )
+        if (refusal := self.refusal()) is not None:
+            raise refusal
         with anyio.CancelScope() as scope:
             self._scopes.add(scope)
             try:
                 yield scope
             finally:
                 self._scopes.discard(scope)
+
+    def refusal(self) -> ApiError | None:
+        """Why a request would not be admitted now; None if it would."""
+        if self.draining:
+            return shutting_down()
+        if self.in_flight >= self._max:
+            return ApiError(
+                429,
+                f"this server answers {self._max} requests at once; try again in a few seconds",
+                code="too_many_requests",
+                headers={"Retry-After": str(RETRY_AFTER_S)},
+            )
+        return None
 
     async def idle(self) -> None:
         """Wait until no request is in flight."""

@@ -16,7 +16,7 @@ from kvc_server.admission import Admission, shutting_down
 from kvc_server.authentication import TENANT
 from kvc_server.demand import Ask, Demand, context_length, demand_of, prompt_lengths
 from kvc_server.errors import ApiError
-from kvc_server.limits import read_body
+from kvc_server.limits import discard_body, read_body
 from kvc_server.observing import RECORD
 from kvc_server.proxy import Forward
 from kvc_server.quotas import Quotas
@@ -69,6 +69,9 @@ class Inference:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         tenant: Tenant | None = scope.get(TENANT)
         forward: Forward | None = None
+        if (refusal := self._shared.admission.refusal()) is not None:
+            await discard_body(receive)
+            raise refusal
         with self._shared.admission.admitted() as cut:
             if tenant is not None:
                 scope[RECORD].held.enter_context(self._shared.quotas.running(tenant))

@@ -12,6 +12,7 @@ from starlette.types import Receive
 from kvc_server.errors import ApiError
 
 MIB = 1 << 20
+_DISCARD_S = 1.0
 _CLOSE = {"Connection": "close"}  # the rest of the body is not read
 
 
@@ -33,6 +34,21 @@ class Limits:
     header_timeout: float = 20.0
     body_timeout: float = 60.0
     drain_timeout: float = 60.0
+
+
+async def discard_body(receive: Receive) -> None:
+    """Read what nobody needs, if it comes soon and is not much.
+
+    A connection that is closed with a part of the request unread is reset, and its client may
+    never see the answer.
+    """
+    size = 0
+    with anyio.move_on_after(_DISCARD_S):
+        while size <= MIB:
+            message = await receive()
+            size += len(message.get("body", b""))
+            if message["type"] != "http.request" or not message.get("more_body"):
+                return
 
 
 async def read_body(headers: Mapping[str, str], receive: Receive, limits: Limits) -> bytearray:

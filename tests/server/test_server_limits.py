@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 import time
 from collections.abc import AsyncIterator
 
@@ -119,6 +120,35 @@ def test_more_than_so_many_at_once_are_told_to_wait() -> None:
         assert (await client.post(GENERATE, json={})).status_code == 200
 
     play(scenario, **limits(max_in_flight=2))
+
+
+@pytest.mark.parametrize("rest", [b"{}", b""])
+def test_who_is_told_to_wait_while_it_still_sends_hears_it(rest: bytes) -> None:
+    """Closed before, the connection could be reset and the answer lost. Nobody waits long."""
+
+    async def scenario(worker: StubWorker, client: httpx.AsyncClient) -> None:
+        worker.answer(HANG)
+        asked = asyncio.create_task(client.post(GENERATE, json={}))
+        while (await metrics_of(client)) < 1:
+            await asyncio.sleep(0.01)
+        url = client.base_url
+        told = await asyncio.to_thread(send_late, (url.host, url.port), rest)
+        assert told.startswith(b"HTTP/1.1 429")
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+
+    play(scenario, **limits(max_in_flight=1))
+
+
+def send_late(address: tuple[str, int | None], rest: bytes) -> bytes:
+    """Send a body some time after its headers: what was answered before it, and then."""
+    with socket.create_connection(address, 0.2) as connection:
+        connection.sendall(POST + b"Connection: close\r\nContent-Length: 2\r\n\r\n")
+        with pytest.raises(TimeoutError):
+            connection.recv(1)
+        connection.sendall(rest)
+        connection.settimeout(PATIENCE)
+        return connection.recv(1 << 16)
 
 
 async def metrics_of(client: httpx.AsyncClient) -> float:
