@@ -13,9 +13,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Scope
 
-from kvc_server.admission import Admission
+from kvc_server import documents
+from kvc_server.admission import Admission, shutting_down
+from kvc_server.documents import Documents
 from kvc_server.errors import HANDLERS, ApiError
-from kvc_server.inference import Inference
+from kvc_server.inference import Inference, json_object
+from kvc_server.knob import HEADER
 from kvc_server.launch import Program
 from kvc_server.limits import read_body
 from kvc_server.metrics import Metrics, MetricsMiddleware
@@ -55,6 +58,7 @@ def create_app(settings: Settings, program: Program | None = None) -> FastAPI:
             try:
                 yield
             finally:
+                await stored.close()
                 await worker.stop()
 
     app = FastAPI(
@@ -65,7 +69,7 @@ def create_app(settings: Settings, program: Program | None = None) -> FastAPI:
         exception_handlers=HANDLERS,
     )
     app.state.admission = admission = Admission(settings.limits.max_in_flight)
-    endpoints = (*INFERENCE, TOKENIZE, *OTHERS)
+    endpoints = (*INFERENCE, TOKENIZE, documents.PATH, *OTHERS)
     app.add_middleware(MetricsMiddleware, metrics=metrics, endpoints=endpoints)
 
     def forward(scope: Scope, path: str, content: bytes | None) -> Forward:
@@ -87,6 +91,28 @@ def create_app(settings: Settings, program: Program | None = None) -> FastAPI:
     async def tokenize(request: Request) -> Response:
         body = await read_body(request.headers, request.receive, settings.limits)
         return forward(request.scope, TOKENIZE, bytes(body))
+
+    async def ask(method: str, path: str, content: Any) -> httpx.Response:
+        url = f"{app.state.worker.url()}{path}"
+        answer: httpx.Response = await app.state.client.request(method, url, json=content)
+        return answer
+
+    stored = Documents(ask, settings)
+
+    async def keep(request: Request) -> Response:
+        body = json_object(await read_body(request.headers, request.receive, settings.limits))
+        with admission.admitted() as cut:
+            answer = JSONResponse(await stored.create(body, request.headers.getlist(HEADER)))
+        if cut.cancelled_caught:
+            raise shutting_down()
+        return answer
+
+    async def kept(request: Request) -> Response:
+        return JSONResponse(await stored.all(request.query_params.get("cache_salt")))
+
+    async def release(request: Request) -> Response:
+        name, salt = request.path_params["name"], request.query_params.get("cache_salt")
+        return JSONResponse(await stored.release(name, salt))
 
     async def kv_policies() -> Response:
         return JSONResponse(catalogue())
@@ -110,6 +136,10 @@ def create_app(settings: Settings, program: Program | None = None) -> FastAPI:
         app.add_api_route(path, _allowed("OPTIONS, POST"), methods=["OPTIONS"])
     app.add_api_route(TOKENIZE, tokenize, methods=["POST"])
     app.add_api_route(TOKENIZE, _allowed("OPTIONS, POST"), methods=["OPTIONS"])
+    app.add_api_route(documents.PATH, keep, methods=["POST"])
+    app.add_api_route(documents.PATH, kept, methods=["GET", "HEAD"])
+    app.add_api_route(documents.PATH, _allowed("GET, HEAD, OPTIONS, POST"), methods=["OPTIONS"])
+    app.add_api_route(f"{documents.PATH}/{{name}}", release, methods=["DELETE"])
     others: tuple[Endpoint, ...] = (models, kv_policies, live, health, health, metrics_text)
     for path, answer in zip(OTHERS, others, strict=True):
         app.add_api_route(path, answer, methods=["GET", "HEAD"])

@@ -5,10 +5,11 @@ rules as the engine. The gateway imports nothing else of ours.
 """
 
 from sgl_kvc.spec.catalogue import Method, Parameter, methods
-from sgl_kvc.spec.errors import CUSTOM_PARAM, SpecError
+from sgl_kvc.spec.errors import CUSTOM_PARAM, PIN_PARAM, SpecError
 from sgl_kvc.spec.extent import Extent
 from sgl_kvc.spec.parse import (
     FIELDS,
+    LAST_MESSAGE,
     MAX_RATE,
     MIN_RECENT,
     OFF,
@@ -17,15 +18,24 @@ from sgl_kvc.spec.parse import (
     parse_rate,
     policy_parameters,
 )
-from sgl_kvc.spec.presets import DEFAULT_POLICY, PRESETS, Preset
+from sgl_kvc.spec.presets import (
+    DEFAULT_POLICY,
+    DEFAULT_QUESTION_APART,
+    PRESETS,
+    Preset,
+    default_policy,
+)
 
 __all__ = [
     "CUSTOM_PARAM",
     "DEFAULT_POLICY",
+    "DEFAULT_QUESTION_APART",
     "FIELDS",
+    "LAST_MESSAGE",
     "MAX_RATE",
     "MIN_RECENT",
     "OFF",
+    "PIN_PARAM",
     "PRESETS",
     "CompressionSpec",
     "Extent",
@@ -33,6 +43,7 @@ __all__ = [
     "Parameter",
     "Preset",
     "SpecError",
+    "default_policy",
     "methods",
     "parse",
     "parse_rate",
