@@ -52,6 +52,7 @@ class Report:
     shared : canonical blocks that it reads and other requests may read too.
     skipped : why it was not compressed; None if it was, or was not to be.
     recompressed : times it was compressed again while decoding; None if that was not asked for.
+    pinned : the name of the segment that the request has pinned, None if it has none.
     kept_per_head_peak : the most KVs a head held on average meanwhile.
     """
 
@@ -66,6 +67,7 @@ class Report:
     skipped: str | None = None
     recompressed: int | None = None
     kept_per_head_peak: int = 0
+    pinned: str | None = None
 
     @classmethod
     def uncompressed(
@@ -95,6 +97,8 @@ class Report:
             "bytes": {name: count * self.block.bytes for name, count in blocks.items()},
             "skipped": self.skipped,
         }
+        if self.pinned is not None:
+            found["pinned"] = self.pinned
         if self.recompressed is not None:
             found["decode"] = {
                 "recompressed": self.recompressed,

@@ -19,8 +19,10 @@ from kvc_server import routes, tracing
 from kvc_server.admission import Admission
 from kvc_server.authentication import TENANT, AuthenticationMiddleware
 from kvc_server.demand import Ask
+from kvc_server.documents import Documents
 from kvc_server.errors import HANDLERS, ApiError, from_worker
 from kvc_server.inference import Added, Inference, Shared
+from kvc_server.keeping import Keeping
 from kvc_server.launch import Program
 from kvc_server.metrics import Metrics
 from kvc_server.observing import RECORD, REQUEST_ID, ObservingMiddleware, access_log
@@ -62,6 +64,7 @@ def create_app(settings: Settings, program: Program | None = None) -> FastAPI:
             try:
                 yield
             finally:
+                await documents.close()
                 await worker.stop()
 
     app = FastAPI(
@@ -83,7 +86,7 @@ def create_app(settings: Settings, program: Program | None = None) -> FastAPI:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.cors_origins,
-            allow_methods=("GET", "POST"),
+            allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
             expose_headers=_EXPOSED,
         )
@@ -103,7 +106,8 @@ def create_app(settings: Settings, program: Program | None = None) -> FastAPI:
 
     async def ask(path: str, content: bytes | None) -> httpx.Response:
         client, worker = app.state.client, app.state.worker
-        method, headers = "GET" if content is None else "POST", request_headers([], worker.key)
+        key = worker.admin_key if path == routes.SET_STATE else worker.key
+        method, headers = "GET" if content is None else "POST", request_headers([], key)
         if content is not None:
             headers.append((b"content-type", b"application/json"))
         url = worker.url() + path
@@ -143,6 +147,8 @@ def create_app(settings: Settings, program: Program | None = None) -> FastAPI:
         return JSONResponse(document())
 
     shared = Shared(settings, admission, Quotas(), forward, ask)
+    documents = Documents(ask)
+    keeping = Keeping(documents, shared)
     for path in (*routes.GENERATING, *routes.PASSED):
         endpoint = Inference(path, routes.GENERATING.get(path), shared)
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
@@ -155,6 +161,10 @@ def create_app(settings: Settings, program: Program | None = None) -> FastAPI:
     }  # fmt: skip
     for path, answer in read.items():
         _add(app, path, answer, "GET", "HEAD")
+    app.add_api_route(routes.DOCUMENTS, keeping.keep, methods=["POST"])
+    app.add_api_route(routes.DOCUMENTS, keeping.kept, methods=["GET", "HEAD"])
+    _add_options(app, routes.DOCUMENTS, "GET, HEAD, OPTIONS, POST")
+    _add(app, routes.DOCUMENT, keeping.release, "DELETE")
     return app
 
 

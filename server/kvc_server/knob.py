@@ -10,7 +10,7 @@ from typing import Any
 
 from kvc_server.errors import ApiError
 from kvc_server.settings import Settings
-from sgl_kvc.spec import CUSTOM_PARAM, CompressionSpec, SpecError, parse
+from sgl_kvc.spec import CUSTOM_PARAM, PIN_PARAM, CompressionSpec, SpecError, parse
 
 HEADER = "X-KV-Compression-Rate"
 OFF = {"rate": 1}
@@ -99,6 +99,7 @@ def _with_knob(
     custom = {} if custom is None else custom
     if not isinstance(custom, dict):
         raise _bad(f"{path}custom_params", f"{path}custom_params must be an object")
+    custom = {name: value for name, value in custom.items() if name != PIN_PARAM}  # documents.py's
     if CUSTOM_PARAM in custom:
         where = f"{path}custom_params.{CUSTOM_PARAM}"
         if given is not None:

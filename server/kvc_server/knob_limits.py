@@ -8,7 +8,7 @@ from typing import Any
 from sgl_kvc.spec import DEFAULT_POLICY, OFF, CompressionSpec, SpecError
 
 #: Fields that keep KVs from being compressed, so that a least rate would mean little.
-_KEEPING = ("min_tokens", "prefix_tokens", "question_tokens")
+_KEEPING = ("min_tokens", "prefix_tokens", "question_tokens", "question")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +82,10 @@ class KnobLimits:
             raise SpecError("budget", f"{least}: give a rate instead")
         if spec.rate < self.min_rate:
             raise _limit("rate", "at least", self.min_rate, spec.rate)
-        for name in _KEEPING:
+        if spec.question is not None:
+            problem = "would keep tokens whole; this server has a least rate"
+            raise SpecError("question", problem)
+        for name in _KEEPING[:-1]:
             most = getattr(OFF, name)
             if getattr(spec, name) > most:
                 raise _limit(name, "at most", most, getattr(spec, name))

@@ -15,6 +15,7 @@ from sgl_kvc.spec import (
     CUSTOM_PARAM,
     FIELDS,
     INTEGERS,
+    LAST_MESSAGE,
     MAX_RATE,
     PRESETS,
     Parameter,
@@ -62,6 +63,10 @@ _BODIES: Mapping[str, tuple[str, Schema, Schema]] = {
         "Count a chat's tokens", {"model": _TEXT, "messages": _MESSAGES}, {}),
     "/v1/tokenize": ("Tokens of a text or a chat", {}, {"prompt": {}, "messages": _MESSAGES}),
     "/v1/detokenize": ("Text of tokens", {"tokens": {"type": "array"}}, {}),
+    routes.DOCUMENTS: (
+        "Compress a document once and keep it for many readers", {},
+        {"messages": _MESSAGES, "text": _TEXT, "input_ids": {"type": "array"},
+         "ttl_s": {"type": "number"}, "cache_salt": _TEXT}),
 }  # fmt: skip
 _ALSO = {"/tokenize": "/v1/tokenize", "/detokenize": "/v1/detokenize"}
 _READ = {
@@ -99,6 +104,9 @@ def document() -> dict[str, Any]:
     paths: dict[str, Any] = {path: {"post": _post(path)} for path in (*_BODIES, *_ALSO)}
     for path, summary in _READ.items():
         paths[path] = {"get": _operation(summary, path)}
+    paths[routes.DOCUMENTS]["get"] = _operation("What is stored compressed", routes.DOCUMENTS)
+    released = _operation("Let a kept document be evicted like others", routes.DOCUMENT)
+    paths[routes.DOCUMENT] = {"delete": released}
     paths[routes.CANCEL] = {
         "post": _operation("Cancel a response in the background", routes.CANCEL)
     }
@@ -122,6 +130,7 @@ def knob_schema() -> Schema:
     for name, (low, high) in INTEGERS.items():
         fields[name] = {"type": "integer", "minimum": low, "maximum": high}
     fields["force"] = _TRUTH
+    fields["question"] = {"enum": [LAST_MESSAGE]}
     fields["policy"] = {"enum": sorted(PRESETS)}
     for field, family in (("scorer", "scorers"), ("apportioner", "apportioners")):
         fields[field] = {"enum": sorted(methods(family))}
@@ -158,13 +167,14 @@ def _parameter(parameter: Parameter) -> Schema:
 def _post(path: str) -> Schema:
     summary, needed, others = _BODIES[_ALSO.get(path, path)]
     fields = {**needed, **others}
-    if path in routes.GENERATING:
+    knobbed = path in routes.GENERATING or path == routes.DOCUMENTS
+    if knobbed:
         fields[CUSTOM_PARAM] = {"$ref": f"#/components/schemas/{CUSTOM_PARAM}"}
     body = {"type": "object", "properties": fields, "required": list(needed),
-            "additionalProperties": True}  # fmt: skip
+            "additionalProperties": path != routes.DOCUMENTS}  # fmt: skip
     content = {"application/json": {"schema": body}}
     operation = _operation(summary, path)
-    if path in routes.GENERATING:
+    if knobbed:
         operation["parameters"] = [
             {"in": "header", "name": "X-KV-Compression-Rate", "schema": {"type": "number"},
              "description": "the rate, instead of kv_compression"},

@@ -33,12 +33,21 @@ MODELS = "/v1/models"
 MODEL = "/v1/models/{model:path}"
 RESPONSE = "/v1/responses/{response_id}"
 CANCEL = "/v1/responses/{response_id}/cancel"
+#: Documents that are kept, and one of them.
+DOCUMENTS = "/v1/kv_cache"
+DOCUMENT = "/v1/kv_cache/{name}"
+#: Of the worker's, what the gateway asks it for itself; the last is its operator's.
+TOKENIZE, SERVER_INFO, SET_STATE = "/v1/tokenize", "/server_info", "/set_internal_state"
 #: What the gateway answers by itself.
 OWN = ("/v1/kv_policies", "/live", "/health", "/readiness", "/metrics", "/openapi.json")
 
 #: What metrics and logs call a request's path; every other path is "other".
-NAMED = frozenset({*GENERATING, *PASSED, MODELS, *OWN})
-_BY_PREFIX = {"/v1/models/": MODEL.replace(":path", ""), "/v1/responses/": RESPONSE}
+NAMED = frozenset({*GENERATING, *PASSED, MODELS, DOCUMENTS, *OWN})
+_BY_PREFIX = {
+    "/v1/models/": MODEL.replace(":path", ""),
+    "/v1/responses/": RESPONSE,
+    "/v1/kv_cache/": DOCUMENT,
+}
 _RESPONSE_ID = re.compile(r"resp_[\w-]{1,128}", re.ASCII)
 
 

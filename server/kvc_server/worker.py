@@ -42,6 +42,11 @@ class Worker(Protocol):
         """Its API key, for the Authorization of every request that is sent there."""
         ...
 
+    @property
+    def admin_key(self) -> str | None:
+        """The key of its operator, for what others may not do; the other one if it has only that."""
+        ...
+
     async def start(self) -> None:
         """Begin to bring the worker up; returns at once."""
         ...
@@ -61,6 +66,7 @@ class RemoteWorker:
     def __init__(self, url: str, client: httpx.AsyncClient, watch: Watch):
         self._url = url.rstrip("/")
         self.key = os.environ.get(WORKER_KEYS["api_key"])
+        self.admin_key = os.environ.get(WORKER_KEYS["admin_api_key"], self.key)
         self._probe = Probe(client, self._url, watch)
         self._task: asyncio.Task[None] | None = None
 

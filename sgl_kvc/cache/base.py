@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from sgl_kvc.cache.segments import StoredSegment
 from sgl_kvc.cache.sharing import Sharing
 from sgl_kvc.pool.arena import ArenaKVPool
 from sgl_kvc.pool.segment import Segment
@@ -52,6 +53,21 @@ class PrefixCache(Protocol):
 
     def point_row(self, req: Req, segment: Segment) -> None:
         """Write `segment` into the row of `req`, and where it lies into the span table."""
+
+    def find_segment(self, req: Req) -> StoredSegment | None:
+        """The stored segment that stands for exactly what is compressed of the prompt of `req`.
+
+        None also where the request must not read one (`Request.shares_segment`).
+        """
+
+    def store_segment(self, req: Req, segment: Segment) -> StoredSegment:
+        """Make `segment`, which `req` has made of its prompt, an entry of the cache."""
+
+    def hold_segment(self, req: Req, stored: StoredSegment) -> None:
+        """Lock `stored`, and what precedes it, instead of what `req` has locked."""
+
+    def pin_segment(self, stored: StoredSegment, expires: float | None) -> bool:
+        """Keep `stored` until it is released; False where there is no room for more."""
 
     def hold_only(self, req: Req, tokens: int) -> None:
         """Lock the cache's first `tokens` of the prompt, a block boundary, and nothing behind."""

@@ -11,6 +11,7 @@ from kvc_kernels.compact import compact
 from sgl_kvc.cache import continual
 from sgl_kvc.cache.base import PrefixCache
 from sgl_kvc.cache.request import Request
+from sgl_kvc.cache.segments import StoredSegment
 from sgl_kvc.policy.selection import Selection
 from sgl_kvc.pool.arena import ArenaKVPool
 from sgl_kvc.pool.segment import Segment
@@ -26,8 +27,9 @@ _NO_ROOM = "no free blocks to compress into"
 def compress(cache: PrefixCache, req: Req) -> bool:
     """Compress the prompt of `req`, whose scores are complete, where that frees memory.
 
-    Without room for the copy the scores stay, so that it can be tried again. Where the copy would
-    take more than it frees, the request stays as it is, and its report says so.
+    What others may read becomes an entry of the cache, or is one already. Without room for the
+    copy the scores stay, so that it can be tried again. Where the copy would take more than it
+    frees, the request stays as it is, and its report says so.
 
     Returns
     -------
@@ -37,6 +39,12 @@ def compress(cache: PrefixCache, req: Req) -> bool:
     extent, report = request.extent, request.report
     assert extent is not None
     assert report is not None
+    shared = request.shares_segment(req) and _at_cut(req, extent)
+    stored = cache.find_segment(req) if shared else None
+    if stored is not None:  # another has made it meanwhile
+        cache.hold_segment(req, stored)
+        begin_reading(cache, req, stored)
+        return True
     loss = _loss(cache, request, extent)
     if loss is not None:
         report.skipped, request.scores = loss, None
@@ -54,12 +62,30 @@ def compress(cache: PrefixCache, req: Req) -> bool:
         segment, selection = _copy(cache.pool, request, row_slots, slots)
         if request.goes_on and continual.tracked_power(request.spec):
             continual.start_metric(cache.pool, request, selection, segment, row_slots)
-    install(cache, req, segment)
+    if shared:
+        stored = cache.store_segment(req, segment)
+        cache.hold_segment(req, stored)
+        begin_reading(cache, req, stored)
+    else:
+        install(cache, req, segment)
     return True
 
 
+def begin_reading(cache: PrefixCache, req: Req, stored: StoredSegment) -> None:
+    """Have `req`, which holds the lock on `stored`, read it, and report it."""
+    request, segment = Request.of(req), stored.segment
+    assert request.extent is not None
+    with cache.behind_forward():
+        cache.point_row(req, segment)
+    request.segment, request.stored, request.scores = segment, stored, None
+    stored.readers += 1
+    request.report = _compressed(request, request.extent, segment, cache.block)
+    if request.pin is not None and cache.pin_segment(stored, request.pin.expires):
+        request.report.pinned = stored.name
+
+
 def install(cache: PrefixCache, req: Req, segment: Segment) -> None:
-    """Have `req` read `segment` instead of what it stands for, and report it."""
+    """Have `req` read `segment`, its own, instead of what it stands for, and report it."""
     request = Request.of(req)
     extent = request.extent
     assert extent is not None
@@ -110,6 +136,15 @@ def _copy(
     compact(pool.arena_k, pool.arena_v, source, selection.positions, selection.pages, target)
     segment = Segment(extent.begin, extent.end, slots, selection.pages, page, request.spec)
     return segment, selection
+
+
+def _at_cut(req: Req, extent: Extent) -> bool:
+    """Whether nothing was read yet of what follows the tokens that are compressed.
+
+    Without room for the segment it was, and that over the full cache: what then lies behind the
+    segment is not what another request would find there.
+    """
+    return len(req.get_fill_ids()) == extent.cut
 
 
 def _loss(cache: PrefixCache, request: Request, extent: Extent) -> str | None:

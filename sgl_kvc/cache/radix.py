@@ -22,13 +22,14 @@ import torch
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.common import evict_from_tree_cache, maybe_cache_unfinished_req
-from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+from sglang.srt.mem_cache.radix_cache import RadixKey
 
 from sgl_kvc.cache import continual
 from sgl_kvc.cache.accounting import Compactions
 from sgl_kvc.cache.base import PrefixCache
-from sgl_kvc.cache.compaction import compress, empty_segment, install
-from sgl_kvc.cache.request import Request
+from sgl_kvc.cache.compaction import begin_reading, compress, empty_segment, install
+from sgl_kvc.cache.request import Request, decodes, shows_its_prompt
+from sgl_kvc.cache.segment_tree import SegmentRadixCache
 from sgl_kvc.cache.sharing import Sharing
 from sgl_kvc.cache.states import StateCache
 from sgl_kvc.policy.scores import PromptScores
@@ -43,8 +44,8 @@ if TYPE_CHECKING:
 _ENDED_EARLY = "the request ended before its first token was decoded"
 
 
-class CompressingRadixCache(RadixCache, PrefixCache):
-    """A `RadixCache` that compresses requests after their prefill.
+class CompressingRadixCache(SegmentRadixCache, PrefixCache):
+    """A radix cache that compresses requests after their prefill.
 
     Attributes
     ----------
@@ -87,7 +88,12 @@ class CompressingRadixCache(RadixCache, PrefixCache):
         self.pool.requests[req.rid] = request
         if request.scores is not None or request.segment is not None:
             return  # a later chunk of the same prompt
-        extent, tokens = self._extent(req), request.prompt(req)
+        extent, tokens, found = self._extent(req), request.prompt(req), request.found
+        if found is not None and len(req.prefix_indices) >= found.segment.end:
+            self.sharing.add(request, tokens[: found.segment.begin], req.extra_key, self.page_size)
+            begin_reading(self, req, found)
+            found.hits += 1
+            return
         self.sharing.add(request, tokens, req.extra_key, self.page_size)
         skipped = request.unusable or extent.skipped
         if extent.compressed:
@@ -96,11 +102,11 @@ class CompressingRadixCache(RadixCache, PrefixCache):
         if extent.compressed and not extent.end:
             install(self, req, empty_segment(self.pool, request))
         elif extent.compressed and extent.segment_blocks:
-            known = self._known_states(req)
             layers, facts = self.pool.layer_num, self.pool.facts
             request.scores = PromptScores(
-                request.spec, extent, tokens, self.page_size, layers, facts, known
+                request.spec, extent, tokens, self.page_size, layers, facts, request.known
             )
+            request.known = None
 
     def room_before_cut(self, req: Req) -> int | None:
         """Tokens of `req` to be prefilled before it is compressed and the rest of it is read.
@@ -123,8 +129,15 @@ class CompressingRadixCache(RadixCache, PrefixCache):
         req = params.req
         if req is not None:
             extent, key = self._extent(req), params.key
+            request = Request.of(req)
+            request.found = self.find_segment(req) if len(key) >= extent.end else None
+            request.known = None
+            if request.found is not None:
+                return self.match_behind(request.found, key)
             if extent.compressed:
-                known = Request.of(req).spec.all_queries and self._known_states(req) is not None
+                # Kept until the prefill begins: others' states may displace them before it.
+                request.known = self._known_states(req)
+                known = request.known is not None
                 limit = extent.match_limit_with_states if known else extent.match_limit
                 limit = min(len(key), limit)
                 params.key = RadixKey(key.token_ids, key.extra_key, key.is_bigram, limit)
@@ -133,8 +146,8 @@ class CompressingRadixCache(RadixCache, PrefixCache):
     def cache_unfinished_req(self, req: Req, chunked: bool = False) -> None:
         """Insert what was prefilled into the tree; compress after the last chunk.
 
-        The last chunk of what is compressed: a question may follow. What follows is the
-        request's own and stays out of the tree, whose prefixes are not compressed.
+        The last chunk of what is compressed: a question may follow. What follows is inserted
+        behind a stored segment, or is the request's own.
 
         ::
 
@@ -144,6 +157,9 @@ class CompressingRadixCache(RadixCache, PrefixCache):
                         0            begin        F          S         done
         """
         request, done = Request.of(req), len(req.get_fill_ids())
+        if request.stored is not None:
+            self.cache_behind(req, request.stored, chunked=chunked)
+            return
         if request.segment is not None:
             req.prefix_indices = self.row_slots(req)[:done].to(torch.int64, copy=True)
             return
@@ -169,13 +185,16 @@ class CompressingRadixCache(RadixCache, PrefixCache):
         """
         request, row = Request.of(req), req.req_pool_idx
         self._remember_states(req)
-        segment = request.segment
+        segment, stored = request.segment, request.stored
         if request.goes_on and request.report is not None and segment is not None:
             request.report.note_peak(req.kv.kv_allocated_len - segment.row_begin + segment.begin)
         self.pool.spans.clear(row)
         self.pool.requests.pop(req.rid, None)
         self.sharing.remove(request)
         request.retract()
+        if stored is not None:
+            self.finish_behind(req, stored, kv_len_to_handle, insert=is_insert)
+            return
         if segment is None:
             super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
             return
@@ -214,7 +233,7 @@ class CompressingRadixCache(RadixCache, PrefixCache):
             if request.goes_on:
                 with self.compactions.timed():
                     self._released |= continual.recompress(self, req)
-        elif request.extent is not None and request.extent.compressed and _decodes(req):
+        elif request.extent is not None and request.extent.compressed and decodes(req):
             if len(req.prefix_indices) >= request.extent.scored:  # there was no room before
                 self._compress(req)
             else:
@@ -223,9 +242,6 @@ class CompressingRadixCache(RadixCache, PrefixCache):
     def _compress(self, req: Req) -> None:
         with self.compactions.timed():
             self._released |= compress(self, req)
-
-    def row_slots(self, req: Req) -> torch.Tensor:
-        return self.req_to_token_pool.req_to_token[req.req_pool_idx]
 
     def point_row(self, req: Req, segment: Segment) -> None:
         row_slots = self.row_slots(req)
@@ -238,9 +254,7 @@ class CompressingRadixCache(RadixCache, PrefixCache):
         if tokens:
             key = RadixKey(Request.of(req).prompt(req), req.extra_key, limit=tokens)
             node = super().match_prefix(MatchPrefixParams(key=key)).last_device_node
-            self.inc_lock_ref(node)
-        self.dec_lock_ref(req.last_node)
-        req.last_node = node
+        self.lock_instead(req, node)
 
     def allocate(self, tokens: int) -> torch.Tensor | None:
         allocator = self.token_to_kv_pool_allocator
@@ -270,7 +284,7 @@ class CompressingRadixCache(RadixCache, PrefixCache):
             unable = "the server's prefix cache is disabled"
         elif req.session is not None:
             unable = "the request belongs to a session"
-        elif not (_decodes(req) or request.spec.question_tokens or _shows_its_prompt(req)):
+        elif not (decodes(req) or request.spec.question_tokens or shows_its_prompt(req)):
             unable = "no token is decoded after the first one, so nothing would read what is kept"
         return request.measure(req, self.page_size, unable, self.pool.facts)
 
@@ -283,16 +297,3 @@ class CompressingRadixCache(RadixCache, PrefixCache):
         request = Request.of(req)
         if request.spec.all_queries and request.scores is not None and request.scores.complete:
             self.states.put(request.states_key(req), request.scores.states)
-
-
-def _decodes(req: Req) -> bool:
-    """Whether a decode step will read what `req` holds."""
-    return req.sampling_params.max_new_tokens > 1
-
-
-def _shows_its_prompt(req: Req) -> bool:
-    """Whether `req` decodes nothing but shows a prompt to a scorer that looks at every query.
-
-    SGLang sends such a request before the copies of ``n > 1``; they will find the states.
-    """
-    return req.sampling_params.max_new_tokens == 0 and Request.of(req).spec.all_queries

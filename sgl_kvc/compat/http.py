@@ -20,6 +20,10 @@ _MESSAGES = "sglang.srt.entrypoints.anthropic.serving.AnthropicServing"
 _CHAT = "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat"
 _COMPLETION = "sglang.srt.entrypoints.openai.serving_completions.OpenAIServingCompletion"
 _DONE = "data: [DONE]\n\n"
+_UNCOUNTED = (
+    "is counted in the messages of a chat (POST /v1/chat/completions) without images; "
+    "elsewhere give question_tokens"
+)
 
 
 async def generate_request(original, manager, obj, request=None) -> AsyncIterator[Any]:
@@ -181,6 +185,8 @@ def _validate(obj: Any, server_args: Any) -> None:
         custom = one.get("custom_params") if isinstance(one, dict) else None
         if isinstance(custom, dict) and CUSTOM_PARAM in custom:
             spec = parse(custom[CUSTOM_PARAM])
+            if spec.question is not None:
+                raise SpecError("question", _UNCOUNTED)
             if not spec.off and server_args.attention_backend != BACKEND:
                 raise SpecError("", "this worker was started without --attention-backend kvc")
 

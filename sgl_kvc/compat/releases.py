@@ -11,7 +11,18 @@ import dataclasses
 import importlib.metadata
 from collections.abc import Callable, Iterable, Mapping
 
-from sgl_kvc.compat import arguments, cpu, http, metrics, operations, pool, requests, scheduling
+from sgl_kvc.compat import (
+    arguments,
+    chat,
+    cpu,
+    http,
+    metrics,
+    operations,
+    pool,
+    requests,
+    scheduling,
+    segments,
+)
 from sgl_kvc.compat.hook import Hook, IncompatibleError
 from sgl_kvc.compat.symbols import SYMBOLS, Uses
 
@@ -21,6 +32,8 @@ HOOKS = (
     *scheduling.HOOKS,
     *pool.HOOKS,
     *http.HOOKS,
+    *chat.HOOKS,
+    *segments.HOOKS,
     *requests.HOOKS,
     *operations.HOOKS,
     *metrics.HOOKS,

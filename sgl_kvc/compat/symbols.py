@@ -34,20 +34,26 @@ _CACHE = (
         "sglang.srt.mem_cache.radix_cache.RadixCache",
         "__init__(params) reset match_prefix(params) cache_unfinished_req(req,chunked) "
         "cache_finished_req(req,is_insert,kv_len_to_handle) dec_lock_ref(node) evictable_size "
-        "inc_lock_ref(node) disable page_size protected_size req_to_token_pool root_node "
-        "token_to_kv_pool_allocator",
+        "inc_lock_ref(node) insert(params) _delete_leaf(node) disable disable_finished_insert "
+        "page_size protected_size req_to_token_pool root_node token_to_kv_pool_allocator",
         "the radix cache that requests leave compressed is a subclass",
     ),
     Uses(
         "sglang.srt.mem_cache.radix_cache.RadixKey",
         "__init__(token_ids,extra_key,is_bigram,limit) token_ids extra_key is_bigram limit "
-        "__len__",
+        "__len__ page_aligned(page_size)",
         "the prefix cache gives at most the prompt without its window",
     ),
+    Uses("sglang.srt.mem_cache.radix_cache.TreeNode", "key", "a segment is an entry of the tree"),
     Uses("sglang.srt.mem_cache.base_prefix_cache.MatchPrefixParams", "key req",
          "the request decides how much the prefix cache may give"),
-    Uses("sglang.srt.mem_cache.base_prefix_cache.MatchResult", "last_device_node",
+    Uses("sglang.srt.mem_cache.base_prefix_cache.MatchResult",
+         "device_indices last_device_node _replace",
          "a compressed request goes on holding what it shares"),
+    Uses("sglang.srt.mem_cache.base_prefix_cache.InsertParams", "key value chunked priority",
+         "a segment is an entry of the tree"),
+    Uses("sglang.srt.mem_cache.base_prefix_cache.InsertResult", "prefix_len",
+         "a segment is an entry of the tree"),
     Uses(
         "sglang.srt.mem_cache.cache_init_params.CacheInitParams",
         "page_size token_to_kv_pool_allocator",
@@ -142,8 +148,9 @@ _SCHEDULER = (
     Uses(
         "sglang.srt.managers.schedule_batch.Req",
         "cache_protected_len customized_info extra_key finished full_untruncated_fill_ids "
-        "get_fill_ids kv kv_committed_len last_node origin_input_ids output_ids_through_stop "
-        "prefix_indices req_pool_idx rid sampling_params session",
+        "get_fill_ids kv kv_committed_len last_node origin_input_ids output_ids "
+        "output_ids_through_stop positional_embed_overrides prefix_indices priority req_pool_idx "
+        "rid sampling_params session",
         "a request's prompt, row and place in the tree",
     ),
     Uses("sglang.srt.managers.schedule_batch.ReqKvInfo", "kv_allocated_len",
@@ -163,15 +170,15 @@ _SCHEDULER = (
          "a chunk ends where a question begins"),
     Uses(
         "sglang.srt.managers.scheduler.Scheduler",
-        "_request_dispatcher enable_overlap forward_stream init_request_dispatcher model_config "
-        "process_batch_result(batch,result) running_batch server_args "
-        "token_to_kv_pool_allocator tree_cache",
+        "_request_dispatcher chunked_req enable_overlap forward_stream init_request_dispatcher "
+        "model_config process_batch_result(batch,result) running_batch server_args "
+        "token_to_kv_pool_allocator tree_cache waiting_queue",
         "whether pool and radix cache are ours; when requests are admitted",
     ),
     Uses("sglang.utils.TypeBasedDispatcher", "_mapping",
          "an operator's request that fails is answered"),
-    Uses("sglang.srt.managers.io_struct", "ProfileReqOutput",
-         "an operator's request that fails is answered"),
+    Uses("sglang.srt.managers.io_struct", "ProfileReqOutput SetInternalStateReqOutput",
+         "an operator's request that fails is answered; a stored segment is released"),
     Uses(
         "sglang.srt.managers.scheduler_components.output_streamer._GenerationStreamAccumulator",
         "accept(req)",
@@ -238,6 +245,12 @@ _SERVER = (
         "the gateway's headers are put into it; some of its values would end the scheduler",
     ),
     Uses("sglang.srt.managers.io_struct.SessionParams", "", "its fields' names and types"),
+    Uses("sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat",
+         "_convert_to_internal_request(request,raw_request) "
+         "_process_messages(request,is_multimodal)",
+         "the tokens of a chat's last message are counted"),
+    Uses("sglang.srt.entrypoints.openai.protocol.ChatCompletionRequest", "input_ids messages",
+         "the tokens of a chat's last message are counted"),
     Uses("sglang.srt.plugins.hook_registry.HookRegistry", "register(target,hook,hook_type)",
          "hooks are taken with it"),
     Uses("sglang.srt.plugins.hook_registry.HookType", "BEFORE AFTER AROUND",

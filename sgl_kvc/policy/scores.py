@@ -96,6 +96,7 @@ class PromptScores:
             facts=self._facts,
             state=self.states[layer],
             lse=lse,
+            last_chunk=done == self.extent.scored,
         )
         if self._observe is not None:
             self.states[layer] = self._observe(context)

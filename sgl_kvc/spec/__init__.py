@@ -5,11 +5,12 @@ rules as the engine. The gateway imports nothing else of ours.
 """
 
 from sgl_kvc.spec.catalogue import Method, Parameter, methods
-from sgl_kvc.spec.errors import CUSTOM_PARAM, SpecError
+from sgl_kvc.spec.errors import CUSTOM_PARAM, PIN_PARAM, SpecError
 from sgl_kvc.spec.extent import Extent
 from sgl_kvc.spec.parse import (
     FIELDS,
     INTEGERS,
+    LAST_MESSAGE,
     MAX_RATE,
     MIN_RECENT,
     OFF,
@@ -18,19 +19,28 @@ from sgl_kvc.spec.parse import (
     parse_rate,
     policy_parameters,
 )
-from sgl_kvc.spec.presets import DEFAULT_POLICY, PRESETS, Preset
+from sgl_kvc.spec.presets import (
+    DEFAULT_POLICY,
+    DEFAULT_QUESTION_APART,
+    PRESETS,
+    Preset,
+    default_policy,
+)
 from sgl_kvc.spec.wire import KNOB_HEADER, NAMESPACE_HEADER, WORKER_KEYS
 
 __all__ = [
     "CUSTOM_PARAM",
     "DEFAULT_POLICY",
+    "DEFAULT_QUESTION_APART",
     "FIELDS",
     "INTEGERS",
     "KNOB_HEADER",
+    "LAST_MESSAGE",
     "MAX_RATE",
     "MIN_RECENT",
     "NAMESPACE_HEADER",
     "OFF",
+    "PIN_PARAM",
     "PRESETS",
     "WORKER_KEYS",
     "CompressionSpec",
@@ -39,6 +49,7 @@ __all__ = [
     "Parameter",
     "Preset",
     "SpecError",
+    "default_policy",
     "methods",
     "parse",
     "parse_rate",

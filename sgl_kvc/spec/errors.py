@@ -4,6 +4,8 @@ from __future__ import annotations
 
 #: Name of the knob in a request body and in SGLang's ``custom_params``.
 CUSTOM_PARAM = "kv_compression"
+#: Beside it: the request is there to pin the segment of its prompt.
+PIN_PARAM = "kv_cache_pin"
 
 
 class SpecError(ValueError):

@@ -14,13 +14,19 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from typing import Any
 
 from sgl_kvc.spec import checks
 from sgl_kvc.spec.catalogue import Parameter, methods
 from sgl_kvc.spec.errors import SpecError
-from sgl_kvc.spec.presets import DEFAULT_POLICY, MIN_RECENT, PRESETS, Preset
+from sgl_kvc.spec.presets import (
+    DEFAULT_POLICY,
+    MIN_RECENT,
+    PRESETS,
+    Preset,
+    default_policy,
+)
 
 MAX_RATE = 1024.0
 
@@ -43,7 +49,10 @@ class CompressionSpec:
     prefix_tokens : the prompt's first tokens, kept whole and shared with other requests; only
         what follows is compressed.
     question_tokens : the prompt's last tokens, read only after compression, as a later turn's
-        would be; no score sees them.
+        would be; no score sees them. What precedes them is compressed once for all requests that
+        agree in it and in the knob.
+    question : "last_message", where the server is to count them in a chat: from where the last
+        message's content begins.
     force : compress even where the copy takes more memory than it frees, because most of the
         prompt is shared with others that run; then the result depends on the request alone.
     recompress_every : decoded tokens after which segment and tail are compressed again, by what
@@ -62,6 +71,7 @@ class CompressionSpec:
     min_tokens: int = 64
     prefix_tokens: int = 0
     question_tokens: int = 0
+    question: str | None = None
     recompress_every: int = 0
     force: bool = False
 
@@ -94,6 +104,13 @@ class CompressionSpec:
             return "squared attention"
         return str(kind)
 
+    @property
+    def shape(self) -> Hashable:
+        """All of the knob that shapes what is kept of given tokens, but `prefix_tokens`."""
+        size = (self.rate, self.budget, self.max_rate)
+        parameters = tuple(sorted(self.parameters.items()))
+        return (*size, self.scorer, self.apportioner, parameters, self.sinks, self.recent)
+
     def blocks_for(self, whole: int, page_size: int) -> int:
         """Blocks that `whole` blocks of `page_size` tokens are compressed to, at least 1."""
         if self.budget is not None:
@@ -115,6 +132,8 @@ class CompressionSpec:
             fields["max_rate"] = self.max_rate
         if self.force:
             fields["force"] = True
+        if self.question is not None:
+            fields["question"] = self.question
         if self.policy in PRESETS:
             return fields | {"policy": self.policy}
         return fields | {"scorer": self.scorer, "apportioner": self.apportioner}
@@ -129,7 +148,9 @@ INTEGERS = {  # field: (min, max)
     "question_tokens": (0, 1 << 24),
     "recompress_every": (0, 1 << 24),
 }
-FIELDS = ("rate", "max_rate", "policy", "scorer", "apportioner", *INTEGERS, "force")
+FIELDS = ("rate", "max_rate", "policy", "scorer", "apportioner", *INTEGERS, "question", "force")
+#: What `question` can be.
+LAST_MESSAGE = "last_message"
 
 
 def parse(knob: Any, *, max_rate: float = MAX_RATE) -> CompressionSpec:
@@ -168,6 +189,11 @@ def parse(knob: Any, *, max_rate: float = MAX_RATE) -> CompressionSpec:
     if "force" in given:
         checks.one_of("force", given["force"], [False, True])
         values["force"] = given["force"]
+    if "question" in given:
+        checks.one_of("question", given["question"], [LAST_MESSAGE])
+        if values.get("question_tokens"):
+            raise SpecError("question", "give either question or question_tokens, not both")
+        values["question"] = given["question"]
     if values.get("recompress_every"):
         for family in ("scorer", "apportioner"):
             if not methods(f"{family}s")[values[family]].continual:
@@ -205,7 +231,8 @@ def _policy(given: Mapping[str, Any]) -> dict[str, Any]:
         scorer, apportioner = given["scorer"], given["apportioner"]
         name, preset = f"{scorer}+{apportioner}", Preset(scorer, apportioner, "", "")
     else:
-        name = given.get("policy", DEFAULT_POLICY)
+        apart = bool(given.get("question_tokens") or given.get("question"))
+        name = given.get("policy", default_policy(apart))
         checks.one_of("policy", name, sorted(PRESETS))
         preset = PRESETS[name]
     used = ("scorer", "apportioner", "parameters", "sinks", "recent")

@@ -13,7 +13,10 @@ KNOBS = [
     {"rate": 4},
     {"rate": 4, "question_tokens": 20},
     {"budget": 48, "recompress_every": 16, "policy": "snapkv"},
+    {"rate": 4, "scorer": "attention-window", "apportioner": "uniform", "half_life": 3.0},
+    {"rate": 4, "scorer": "virtual-repeat", "apportioner": "uniform", "leverage": 1.0},
 ]
+APART = 3
 
 
 def answers(server: Engine) -> list[dict]:
@@ -21,6 +24,8 @@ def answers(server: Engine) -> list[dict]:
         server.generate(prompt(200, seed=seed), knob, max_new_tokens=24, ignore_eos=True)
         for seed, knob in enumerate(KNOBS)
     ]
+    document = prompt(200, seed=APART)[:-20]
+    found.append(server.generate([*document, *prompt(20, seed="again")], KNOBS[APART]))
     assert_no_leak(server)
     return found
 
@@ -43,9 +48,16 @@ def test_two_ranks_hold_what_one_holds(alone_and_parallel, number):
     assert parallel["kept_per_head"]["mean"] == alone["kept_per_head"]["mean"]
 
 
-@pytest.mark.parametrize("number", [0, 1, 4])
+def test_two_ranks_share_a_documents_segment(alone_and_parallel):
+    """Another question on it is asked last."""
+    for answers in alone_and_parallel:
+        assert answers[-1]["meta_info"]["cached_tokens"] == 176
+        assert answers[-1]["kv_compression"] == answers[APART]["kv_compression"]
+
+
+@pytest.mark.parametrize("number", [0, 1, 4, 5, 6])
 def test_where_ranks_do_not_compete_two_answer_as_one(alone_and_parallel, number):
-    """SnapKV gives every head the same, so it does not matter whose head it is."""
+    """Where every head keeps the same, it does not matter whose head it is."""
     alone, parallel = (answers[number] for answers in alone_and_parallel)
     assert parallel["output_ids"] == alone["output_ids"]
     assert parallel["kv_compression"]["kept_per_head"] == alone["kv_compression"]["kept_per_head"]

@@ -24,6 +24,7 @@ from sgl_kvc.cache.radix import CompressingRadixCache
 from sgl_kvc.cache.request import Request
 from sgl_kvc.compat.scheduling import compress_due
 from sgl_kvc.platform.allocator import TorchPagedAllocator
+from sgl_kvc.policy.base import ModelFacts
 from sgl_kvc.pool.arena import ArenaKVPool
 
 LAYERS, HEADS, GROUP, DIM, PAGE = 2, 3, 2, 4, 4
@@ -72,6 +73,8 @@ class World:
             device=device,
             enable_memory_saver=False,
         )
+        angles = torch.arange(CONTEXT)[:, None] / torch.tensor([1.0, 10.0])
+        self.pool.facts = ModelFacts(cos_sin=torch.cat([angles.cos(), angles.sin()], -1))
         self.requests = ReqToTokenPool(ROWS, CONTEXT, device, False)
         self.pool.bind(self.requests)
         self.allocator = TorchPagedAllocator(

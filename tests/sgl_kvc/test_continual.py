@@ -31,6 +31,7 @@ def test_compressed_as_soon_as_there_is_room(lives, while_the_question_is_read):
     """The pool is full when the context was read, until another request ends."""
     lives.start(family=0, shared=90, own=0, knob=None, chunk=0, keep=True)
     knob = {"rate": 1.5, "min_tokens": 0, "question_tokens": 7, "recompress_every": 8}
+    knob["policy"] = "kv-compress"
     lives.start(1, 60, 0, knob, 0, keep=True, other_ends=while_the_question_is_read)
     req = lives.world.live[-1]
     if not while_the_question_is_read:

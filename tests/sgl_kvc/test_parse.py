@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from sgl_kvc.spec import (
+    DEFAULT_POLICY,
+    DEFAULT_QUESTION_APART,
     FIELDS,
     MIN_RECENT,
     OFF,
@@ -57,6 +59,10 @@ def refusal(knob: Any, **how: Any) -> tuple[str, str]:
         ({"rate": 8, "sinks": 4097}, "sinks", "must be a whole number from 0 to 4096 (got 4097)"),
         ({"rate": 8, "recent": -1}, "recent", "must be a whole number from 0 to 4096 (got -1)"),
         ({"rate": 8, "force": 1}, "force", "unknown force 1; known are False, True"),
+        ({"rate": 8, "question": "first"}, "question",
+         "unknown question 'first'; known are last_message"),
+        ({"rate": 8, "question": "last_message", "question_tokens": 3}, "question",
+         "give either question or question_tokens, not both"),
         ({"rate": 8, "pool": 8}, "pool", "must be 1 plus a multiple of 2 (got 8)"),
         ({"rate": 8, "pooling": "sum"}, "pooling",
          "unknown pooling 'sum'; known are " + ", ".join(
@@ -93,6 +99,17 @@ def test_the_servers_ceiling():
     assert isinstance(parse_rate(2), float)
     with pytest.raises(SpecError, match=r"at most 1\.5 on"):
         parse_rate(2, max_rate=1.5)
+
+
+def test_the_default_is_another_where_the_question_comes_later():
+    for apart in ({"question_tokens": 40}, {"question": "last_message"}):
+        spec = parse({"rate": 8} | apart)
+        assert spec.policy == DEFAULT_QUESTION_APART
+        assert parse(spec.to_json()) == spec
+    for inside in ({"question_tokens": 0}, {"question_tokens": None}, {"question": None}):
+        assert parse({"rate": 8} | inside).policy == DEFAULT_POLICY
+    assert parse({"rate": 8, "question_tokens": 40, "policy": "snapkv"}).policy == "snapkv"
+    assert parse(OWN | {"rate": 8, "question_tokens": 40}).policy == parse(OWN).policy
 
 
 def test_what_a_plain_rate_means():
@@ -172,6 +189,30 @@ def test_a_preset_as_json():
         "question_tokens": 0, "recompress_every": 0, **spec.parameters, "policy": "snapkv",
     }  # fmt: skip
     assert "rate" not in spec.to_json()
+
+
+def test_a_question_to_be_counted_survives_json():
+    spec = parse({"rate": 8, "question": "last_message", "question_tokens": 0})
+    assert (spec.question, spec.question_tokens) == ("last_message", 0)
+    assert parse(spec.to_json()) == spec
+    assert parse({"rate": 8, "question": None}).question is None
+    assert "question" not in parse({"rate": 8}).to_json()
+
+
+def test_what_shapes_a_segment():
+    """All of the knob but what is about the prompt, or about when and whether."""
+    same = ({"min_tokens": 1}, {"prefix_tokens": 9}, {"question_tokens": 9}, {"force": True},
+            {"question": "last_message"}, {"policy": "kv-compress"})  # fmt: skip
+    other = ({"rate": 9}, {"sinks": 5}, {"recent": 9}, {"pool": 3}, {"policy": "snapkv"},
+             {"scorer": "attention-window", "apportioner": "uniform"})  # fmt: skip
+    knob = {"rate": 8, "policy": "kv-compress"}
+    shape = parse(knob).shape
+    assert all(parse(knob | each).shape == shape for each in same)
+    for each in other:
+        given = (knob if "scorer" not in each else {"rate": 8}) | each
+        assert parse(given).shape != shape, each
+    assert parse({"budget": 64}).shape != parse({"budget": 64, "max_rate": 4}).shape
+    assert len({shape, parse({"budget": 64}).shape}) == 2, "it can be a key"
 
 
 @pytest.mark.parametrize("force", [True, False])
