@@ -44,7 +44,7 @@ class Worker(Protocol):
 
     @property
     def admin_key(self) -> str | None:
-        """The key of its operator, for what others may not do; the other one if it has only that."""
+        """The key for what only its operator may do; `key` if it has no other."""
         ...
 
     async def start(self) -> None:
