@@ -25,6 +25,7 @@ from kvc_server.launch import Program
 from kvc_server.metrics import Metrics
 from kvc_server.observing import RECORD, REQUEST_ID, ObservingMiddleware, access_log
 from kvc_server.openapi import document
+from kvc_server.page import add_page
 from kvc_server.policies import catalogue
 from kvc_server.proxy import Forward, request_headers, upstream_request
 from kvc_server.quotas import Quotas
@@ -112,6 +113,9 @@ def create_app(settings: Settings, program: Program | None = None) -> FastAPI:
     async def models(request: Request) -> Response:
         return forward(request.scope, routes.MODELS, None, [])
 
+    async def model_info(request: Request) -> Response:
+        return forward(request.scope, routes.MODEL_INFO, None, [])
+
     async def model(request: Request) -> Response:
         return JSONResponse(await _model_card(ask, request.path_params["model"]))
 
@@ -150,11 +154,13 @@ def create_app(settings: Settings, program: Program | None = None) -> FastAPI:
     _add(app, routes.CANCEL, cancel, "POST")
     read: dict[str, Endpoint] = {
         routes.MODELS: models, routes.MODEL: model, routes.RESPONSE: stored,
+        routes.MODEL_INFO: model_info, routes.GET_MODEL_INFO: model_info,
         "/v1/kv_policies": kv_policies, "/live": live, "/health": health, "/readiness": health,
         "/metrics": metrics_text, "/openapi.json": openapi,
     }  # fmt: skip
     for path, answer in read.items():
         _add(app, path, answer, "GET", "HEAD")
+    add_page(app)
     return app
 
 

@@ -174,10 +174,11 @@ def test_a_preset_as_json():
     assert "rate" not in spec.to_json()
 
 
-@pytest.mark.parametrize("force", [True, False])
-def test_force_survives_json(force):
-    spec = parse({"rate": 8, "force": force})
-    assert spec.force is force
+@pytest.mark.parametrize("on", [True, False])
+@pytest.mark.parametrize("name", ["force", "explain"])
+def test_switches_survive_json(name, on):
+    spec = parse({"rate": 8, name: on})
+    assert getattr(spec, name) is on
     assert parse(spec.to_json()) == spec
 
 
