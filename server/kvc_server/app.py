@@ -27,6 +27,7 @@ from kvc_server.launch import Program
 from kvc_server.metrics import Metrics
 from kvc_server.observing import RECORD, REQUEST_ID, ObservingMiddleware, access_log
 from kvc_server.openapi import document
+from kvc_server.page import add_page
 from kvc_server.policies import catalogue
 from kvc_server.proxy import Forward, request_headers, upstream_request
 from kvc_server.quotas import Quotas
@@ -116,6 +117,9 @@ def create_app(settings: Settings, program: Program | None = None) -> FastAPI:
     async def models(request: Request) -> Response:
         return forward(request.scope, routes.MODELS, None, [])
 
+    async def model_info(request: Request) -> Response:
+        return forward(request.scope, routes.MODEL_INFO, None, [])
+
     async def model(request: Request) -> Response:
         return JSONResponse(await _model_card(ask, request.path_params["model"]))
 
@@ -156,6 +160,7 @@ def create_app(settings: Settings, program: Program | None = None) -> FastAPI:
     _add(app, routes.CANCEL, cancel, "POST")
     read: dict[str, Endpoint] = {
         routes.MODELS: models, routes.MODEL: model, routes.RESPONSE: stored,
+        routes.MODEL_INFO: model_info, routes.GET_MODEL_INFO: model_info,
         "/v1/kv_policies": kv_policies, "/live": live, "/health": health, "/readiness": health,
         "/metrics": metrics_text, "/openapi.json": openapi,
     }  # fmt: skip
@@ -165,6 +170,7 @@ def create_app(settings: Settings, program: Program | None = None) -> FastAPI:
     app.add_api_route(routes.DOCUMENTS, keeping.kept, methods=["GET", "HEAD"])
     _add_options(app, routes.DOCUMENTS, "GET, HEAD, OPTIONS, POST")
     _add(app, routes.DOCUMENT, keeping.release, "DELETE")
+    add_page(app)
     return app
 
 

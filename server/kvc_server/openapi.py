@@ -18,6 +18,7 @@ from sgl_kvc.spec import (
     LAST_MESSAGE,
     MAX_RATE,
     PRESETS,
+    SWITCHES,
     Parameter,
     methods,
 )
@@ -72,6 +73,8 @@ _ALSO = {"/tokenize": "/v1/tokenize", "/detokenize": "/v1/detokenize"}
 _READ = {
     routes.MODELS: "The worker's models",
     "/v1/models/{model}": "One of them",
+    routes.MODEL_INFO: "The worker's model, in SGLang's words",
+    routes.GET_MODEL_INFO: "The same, for sglang.RuntimeEndpoint",
     routes.RESPONSE: "A response that was stored",
     "/v1/kv_policies": "What a request can ask for in kv_compression",
     "/live": "Whether the gateway lives",
@@ -129,7 +132,7 @@ def knob_schema() -> Schema:
         fields[name] = {"type": "number", "minimum": 1, "maximum": MAX_RATE}
     for name, (low, high) in INTEGERS.items():
         fields[name] = {"type": "integer", "minimum": low, "maximum": high}
-    fields["force"] = _TRUTH
+    fields |= dict.fromkeys(SWITCHES, _TRUTH)
     fields["question"] = {"enum": [LAST_MESSAGE]}
     fields["policy"] = {"enum": sorted(PRESETS)}
     for field, family in (("scorer", "scorers"), ("apportioner", "apportioners")):

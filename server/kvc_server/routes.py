@@ -31,6 +31,8 @@ PASSED = (
 )  # fmt: skip
 MODELS = "/v1/models"
 MODEL = "/v1/models/{model:path}"
+#: The worker's, by its name and by the one that an `sglang.RuntimeEndpoint` asks for.
+MODEL_INFO, GET_MODEL_INFO = "/model_info", "/get_model_info"
 RESPONSE = "/v1/responses/{response_id}"
 CANCEL = "/v1/responses/{response_id}/cancel"
 #: Documents that are kept, and one of them.
@@ -42,7 +44,7 @@ TOKENIZE, SERVER_INFO, SET_STATE = "/v1/tokenize", "/server_info", "/set_interna
 OWN = ("/v1/kv_policies", "/live", "/health", "/readiness", "/metrics", "/openapi.json")
 
 #: What metrics and logs call a request's path; every other path is "other".
-NAMED = frozenset({*GENERATING, *PASSED, MODELS, DOCUMENTS, *OWN})
+NAMED = frozenset({*GENERATING, *PASSED, MODELS, MODEL_INFO, GET_MODEL_INFO, DOCUMENTS, *OWN})
 _BY_PREFIX = {
     "/v1/models/": MODEL.replace(":path", ""),
     "/v1/responses/": RESPONSE,

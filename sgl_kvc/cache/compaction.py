@@ -14,8 +14,9 @@ from sgl_kvc.cache.request import Request
 from sgl_kvc.cache.segments import StoredSegment
 from sgl_kvc.policy.selection import Selection
 from sgl_kvc.pool.arena import ArenaKVPool
+from sgl_kvc.pool.host_copy import HostCopy
 from sgl_kvc.pool.segment import Segment
-from sgl_kvc.report import BlockSize, Kept, Report
+from sgl_kvc.report import MAX_BITS, BlockSize, Kept, KeptByHead, Report
 from sgl_kvc.spec import Extent
 
 if TYPE_CHECKING:
@@ -102,6 +103,8 @@ def install(cache: PrefixCache, req: Req, segment: Segment) -> None:
         request.states = request.scores.states
     request.segment, request.scores = segment, None
     request.report = _compressed(request, extent, segment, cache.block)
+    if request.spec.explain:
+        request.report.explain = _kept_by_head(cache.pool, segment)
 
 
 def empty_segment(pool: ArenaKVPool, request: Request) -> Segment:
@@ -134,7 +137,12 @@ def _copy(
     selection, page = scores.select(), pool.page_size
     source, target = row_slots[: extent.end].clone(), slots[::page] // page
     compact(pool.arena_k, pool.arena_v, source, selection.positions, selection.pages, target)
-    segment = Segment(extent.begin, extent.end, slots, selection.pages, page, request.spec)
+    bitmap, bits = None, len(selection.pages) * (extent.end - extent.begin)
+    if request.spec.explain and bits <= MAX_BITS:
+        bitmap = HostCopy(selection.bitmap(extent.begin, extent.end, page))
+    segment = Segment(
+        extent.begin, extent.end, slots, selection.pages, page, request.spec, bitmap=bitmap
+    )
     return segment, selection
 
 
@@ -163,6 +171,13 @@ def _loss(cache: PrefixCache, request: Request, extent: Extent) -> str | None:
         f"{end - begin} it holds together with others is {held:.1f} (prefix_tokens keeps "
         "what is shared)"
     )
+
+
+def _kept_by_head(pool: ArenaKVPool, segment: Segment) -> KeptByHead:
+    return KeptByHead(
+        pool.layer_num, pool.head_num, segment.begin, segment.end, segment.page_counts,
+        segment.bitmap,
+    )  # fmt: skip
 
 
 def _compressed(

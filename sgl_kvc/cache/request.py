@@ -125,9 +125,10 @@ class Request:
         """Whether requests with the same knob may read its segment, and it theirs.
 
         What is kept must follow from the tokens it stands for: not from a question behind them,
-        nor from embeddings that came in their place.
+        nor from embeddings that came in their place. Who wants it explained makes its own:
+        another's selection is not there any more.
         """
-        if self.extent is None or self.extent.cut is None or self.goes_on:
+        if self.extent is None or self.extent.cut is None or self.goes_on or self.spec.explain:
             return False
         return req.positional_embed_overrides is None
 

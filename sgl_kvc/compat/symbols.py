@@ -177,8 +177,10 @@ _SCHEDULER = (
     ),
     Uses("sglang.utils.TypeBasedDispatcher", "_mapping",
          "an operator's request that fails is answered"),
-    Uses("sglang.srt.managers.io_struct", "ProfileReqOutput SetInternalStateReqOutput",
-         "an operator's request that fails is answered; a stored segment is released"),
+    Uses("sglang.srt.managers.io_struct",
+         "GenerateReqInput ProfileReqOutput SetInternalStateReqOutput",
+         "programs on an engine; an operator's request that fails is answered; a stored segment "
+         "is released"),
     Uses(
         "sglang.srt.managers.scheduler_components.output_streamer._GenerationStreamAccumulator",
         "accept(req)",
@@ -272,3 +274,34 @@ _PLATFORM = (
 )
 
 SYMBOLS = (*_CACHE, *_POOL, *_ATTENTION, *_SCHEDULER, *_SERVER, *_PLATFORM)
+
+#: Of the frontend, for `sgl_kvc.lang`; serving does without.
+FRONTEND = (
+    Uses("sglang.global_config", "global_config", "how answers are turned into text"),
+    Uses("sglang.lang", "api interpreter", "programs with a knob"),
+    Uses("sglang.lang.api", "gen select", "a knob of their own"),
+    Uses("sglang.lang.backend", "runtime_endpoint", "our backends of programs are subclasses"),
+    Uses("sglang.lang.backend.base_backend.BaseBackend", "__init__", "an engine is a backend"),
+    Uses(
+        "sglang.lang.backend.runtime_endpoint.RuntimeEndpoint",
+        "__init__(base_url,api_key,verify) _add_images(s,data) _assert_success(res) "
+        "_generate_http_request(s,data) _handle_dtype_to_regex(sampling_params) api_key base_url "
+        "cache_prefix(prefix_str) chat_template commit_lazy_operations(s) fill_image(s) "
+        "flush_cache generate(s,sampling_params) generate_stream(s,sampling_params) "
+        "get_model_name get_server_info model_info select(s,choices,temperature,choices_method) "
+        "support_concate_and_append verify",
+        "our backends of programs are subclasses",
+    ),
+    Uses("sglang.lang.chat_template",
+         "get_chat_template(name) get_chat_template_by_model_path(model_path)",
+         "an engine is a backend"),
+    Uses("sglang.lang.choices", "ChoicesDecision ChoicesSamplingMethod", "choices are reported"),
+    Uses("sglang.lang.choices.ChoicesDecision", "meta_info", "choices are reported"),
+    Uses("sglang.lang.interpreter.StreamExecutor", "submit(expr) _execute(other) backend",
+         "our executor of programs is a subclass"),
+    Uses("sglang.lang.ir", "SglExpr SglGen SglSelect", "expressions get a knob"),
+    Uses("sglang.lang.ir.SglExprList", "__init__(expr_list) expr_list", "expressions get a knob"),
+    Uses("sglang.lang.ir.SglSamplingParams", "to_srt_kwargs", "what is sent to a server"),
+    Uses("sglang.utils", "http_request(url,json,stream,api_key,verify)",
+         "what is sent to a server"),
+)

@@ -57,6 +57,7 @@ class CompressionSpec:
         prompt is shared with others that run; then the result depends on the request alone.
     recompress_every : decoded tokens after which segment and tail are compressed again, by what
         `continual` says (attention: arXiv 2410.00161, eq. 20); 0 is never.
+    explain : report which KVs every head kept, not only how many.
     """
 
     rate: float | None = None
@@ -74,6 +75,7 @@ class CompressionSpec:
     question: str | None = None
     recompress_every: int = 0
     force: bool = False
+    explain: bool = False
 
     @property
     def off(self) -> bool:
@@ -130,8 +132,7 @@ class CompressionSpec:
         fields |= self.parameters
         if self.max_rate != MAX_RATE:
             fields["max_rate"] = self.max_rate
-        if self.force:
-            fields["force"] = True
+        fields |= {name: True for name in SWITCHES if getattr(self, name)}
         if self.question is not None:
             fields["question"] = self.question
         if self.policy in PRESETS:
@@ -148,7 +149,10 @@ INTEGERS = {  # field: (min, max)
     "question_tokens": (0, 1 << 24),
     "recompress_every": (0, 1 << 24),
 }
-FIELDS = ("rate", "max_rate", "policy", "scorer", "apportioner", *INTEGERS, "question", "force")
+SWITCHES = ("force", "explain")
+FIELDS = (
+    "rate", "max_rate", "policy", "scorer", "apportioner", *INTEGERS, *SWITCHES, "question",
+)  # fmt: skip
 #: What `question` can be.
 LAST_MESSAGE = "last_message"
 
@@ -186,15 +190,19 @@ def parse(knob: Any, *, max_rate: float = MAX_RATE) -> CompressionSpec:
     for name, (low, high) in INTEGERS.items():
         if name in given:
             values[name] = checks.integer(name, given[name], low, high)
-    if "force" in given:
-        checks.one_of("force", given["force"], [False, True])
-        values["force"] = given["force"]
+    for name in SWITCHES:
+        if name in given:
+            checks.one_of(name, given[name], [False, True])
+            values[name] = given[name]
     if "question" in given:
         checks.one_of("question", given["question"], [LAST_MESSAGE])
         if values.get("question_tokens"):
             raise SpecError("question", "give either question or question_tokens, not both")
         values["question"] = given["question"]
     if values.get("recompress_every"):
+        if values.get("explain"):
+            problem = "tells what was kept of the prompt; leave it out beside recompress_every"
+            raise SpecError("explain", problem)
         for family in ("scorer", "apportioner"):
             if not methods(f"{family}s")[values[family]].continual:
                 able = ", ".join(m.name for m in methods(f"{family}s").values() if m.continual)

@@ -58,6 +58,19 @@ def test_it_outlives_its_readers_and_the_uncompressed_copy(checked_lives):
     assert blocks_held(world) == SEGMENT + 1
 
 
+def test_who_wants_it_explained_makes_its_own(checked_lives):
+    """Of a segment that another has made, the selection is not there any more."""
+    world = checked_lives.world
+    first, second = ask(world, [1, 2]), ask(world, [3, 4], explain=True)
+    assert Request.of(first).stored is not None
+    assert Request.of(second).stored is None
+    assert len(world.cache.segments) == 1
+    told = [Request.of(req).report.to_json() for req in (first, second)]
+    assert "explain" not in told[0]
+    assert told[1]["explain"]["positions"] is not None
+    assert sum(told[1]["explain"]["kept"]) > 0
+
+
 def test_who_does_not_ask_for_it_never_reads_it(checked_lives):
     """Nor with another knob, of another tenant, or with another document."""
     world = checked_lives.world

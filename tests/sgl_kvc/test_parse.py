@@ -215,10 +215,11 @@ def test_what_shapes_a_segment():
     assert len({shape, parse({"budget": 64}).shape}) == 2, "it can be a key"
 
 
-@pytest.mark.parametrize("force", [True, False])
-def test_force_survives_json(force):
-    spec = parse({"rate": 8, "force": force})
-    assert spec.force is force
+@pytest.mark.parametrize("on", [True, False])
+@pytest.mark.parametrize("name", ["force", "explain"])
+def test_switches_survive_json(name, on):
+    spec = parse({"rate": 8, name: on})
+    assert getattr(spec, name) is on
     assert parse(spec.to_json()) == spec
 
 
