@@ -102,6 +102,7 @@ class Report:
     skipped : why it was not compressed; None if it was, or was not to be.
     recompressed : times it was compressed again while decoding; None if that was not asked for.
     pinned : the name of the segment that the request has pinned, None if it has none.
+    begun : tokens of the compressed turn that the request began with; None if it began with none.
     kept_per_head_peak : the most KVs a head held on average meanwhile.
     explain : which KVs every head kept, if that was asked for.
     """
@@ -119,6 +120,7 @@ class Report:
     kept_per_head_peak: int = 0
     pinned: str | None = None
     explain: KeptByHead | None = None
+    begun: int | None = None
 
     @classmethod
     def uncompressed(
@@ -152,6 +154,8 @@ class Report:
             found["pinned"] = self.pinned
         if self.explain is not None:
             found["explain"] = self.explain.to_json(self.block.tokens)
+        if self.begun is not None:
+            found["begun_with"] = self.begun
         if self.recompressed is not None:
             found["decode"] = {
                 "recompressed": self.recompressed,

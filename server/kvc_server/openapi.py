@@ -12,10 +12,10 @@ from typing import Any
 from kvc_server import routes
 from sgl_kvc import __version__
 from sgl_kvc.spec import (
+    CHOICES,
     CUSTOM_PARAM,
     FIELDS,
     INTEGERS,
-    LAST_MESSAGE,
     MAX_RATE,
     PRESETS,
     SWITCHES,
@@ -133,7 +133,7 @@ def knob_schema() -> Schema:
     for name, (low, high) in INTEGERS.items():
         fields[name] = {"type": "integer", "minimum": low, "maximum": high}
     fields |= dict.fromkeys(SWITCHES, _TRUTH)
-    fields["question"] = {"enum": [LAST_MESSAGE]}
+    fields |= {name: {"enum": list(choices)} for name, choices in CHOICES.items()}
     fields["policy"] = {"enum": sorted(PRESETS)}
     for field, family in (("scorer", "scorers"), ("apportioner", "apportioners")):
         fields[field] = {"enum": sorted(methods(family))}

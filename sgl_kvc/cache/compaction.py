@@ -12,6 +12,7 @@ from sgl_kvc.cache import continual
 from sgl_kvc.cache.base import PrefixCache
 from sgl_kvc.cache.request import Request
 from sgl_kvc.cache.segments import StoredSegment
+from sgl_kvc.policy.scores import PromptScores
 from sgl_kvc.policy.selection import Selection
 from sgl_kvc.pool.arena import ArenaKVPool
 from sgl_kvc.pool.host_copy import HostCopy
@@ -63,7 +64,7 @@ def compress(cache: PrefixCache, req: Req) -> bool:
         segment, selection = _copy(cache.pool, request, row_slots, slots)
         if request.goes_on and continual.tracked_power(request.spec):
             continual.start_metric(cache.pool, request, selection, segment, row_slots)
-    if shared:
+    if shared or request.reuses(req):
         stored = cache.store_segment(req, segment)
         cache.hold_segment(req, stored)
         begin_reading(cache, req, stored)
@@ -78,9 +79,12 @@ def begin_reading(cache: PrefixCache, req: Req, stored: StoredSegment) -> None:
     assert request.extent is not None
     with cache.behind_forward():
         cache.point_row(req, segment)
+    if request.stored is not None:
+        request.stored.readers -= 1
     request.segment, request.stored, request.scores = segment, stored, None
     stored.readers += 1
     request.report = _compressed(request, request.extent, segment, cache.block)
+    request.report.begun = request.begun
     if request.pin is not None and cache.pin_segment(stored, request.pin.expires):
         request.report.pinned = stored.name
 
@@ -133,7 +137,7 @@ def _copy(
     """
     extent, scores = request.extent, request.scores
     assert extent is not None
-    assert scores is not None
+    assert isinstance(scores, PromptScores)
     selection, page = scores.select(), pool.page_size
     source, target = row_slots[: extent.end].clone(), slots[::page] // page
     compact(pool.arena_k, pool.arena_v, source, selection.positions, selection.pages, target)
@@ -183,17 +187,17 @@ def _kept_by_head(pool: ArenaKVPool, segment: Segment) -> KeptByHead:
 def _compressed(
     request: Request, extent: Extent, segment: Segment, block: BlockSize
 ) -> Report:
-    tail = extent.prompt_tokens - extent.end
+    tail = extent.prompt_tokens - segment.end
     tail_blocks = -(-tail // block.tokens)
-    always = extent.begin + tail
+    always = segment.begin + tail
     kept = Kept(always, always + len(segment.slots), segment.page_bounds)
     return Report(
         extent.prompt_tokens,
         block,
         kept,
-        before=extent.end // block.tokens + tail_blocks,
+        before=segment.end // block.tokens + tail_blocks,
         own=segment.blocks + tail_blocks,
-        shared=extent.begin // block.tokens,
+        shared=segment.begin // block.tokens,
         policy=request.spec.policy,
         rate=request.spec.rate,
         recompressed=0 if request.goes_on else None,

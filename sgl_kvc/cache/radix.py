@@ -32,6 +32,7 @@ from sgl_kvc.cache.request import Request, decodes, shows_its_prompt
 from sgl_kvc.cache.segment_tree import SegmentRadixCache
 from sgl_kvc.cache.sharing import Sharing
 from sgl_kvc.cache.states import StateCache
+from sgl_kvc.cache.turns import compress_turn, prepare_turn
 from sgl_kvc.policy.scores import PromptScores
 from sgl_kvc.pool.arena import ArenaKVPool
 from sgl_kvc.pool.segment import Segment
@@ -91,8 +92,10 @@ class CompressingRadixCache(SegmentRadixCache, PrefixCache):
         extent, tokens, found = self._extent(req), request.prompt(req), request.found
         if found is not None and len(req.prefix_indices) >= found.segment.end:
             self.sharing.add(request, tokens[: found.segment.begin], req.extra_key, self.page_size)
+            request.begun = found.segment.end if request.reuses(req) else None
             begin_reading(self, req, found)
             found.hits += 1
+            prepare_turn(self, req)
             return
         self.sharing.add(request, tokens, req.extra_key, self.page_size)
         skipped = request.unusable or extent.skipped
@@ -128,12 +131,11 @@ class CompressingRadixCache(SegmentRadixCache, PrefixCache):
         """
         req = params.req
         if req is not None:
-            extent, key = self._extent(req), params.key
-            request = Request.of(req)
-            request.found = self.find_segment(req) if len(key) >= extent.end else None
+            extent, key, request = self._extent(req), params.key, Request.of(req)
             request.known = None
-            if request.found is not None:
-                return self.match_behind(request.found, key)
+            compressed = self.match_segment(req, key)
+            if compressed is not None:
+                return compressed
             if extent.compressed:
                 # Kept until the prefill begins: others' states may displace them before it.
                 request.known = self._known_states(req)
@@ -159,6 +161,9 @@ class CompressingRadixCache(SegmentRadixCache, PrefixCache):
         request, done = Request.of(req), len(req.get_fill_ids())
         if request.stored is not None:
             self.cache_behind(req, request.stored, chunked=chunked)
+            if request.extent is not None and done >= request.extent.scored:
+                self._released |= compress_turn(self, req)
+                req.prefix_indices = self.row_slots(req)[:done].to(torch.int64, copy=True)
             return
         if request.segment is not None:
             req.prefix_indices = self.row_slots(req)[:done].to(torch.int64, copy=True)

@@ -9,6 +9,7 @@ from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from sgl_kvc.cache.digests import chained_digests
+from sgl_kvc.cache.held_scores import HeldScores
 from sgl_kvc.cache.segments import Namespace, StoredSegment
 from sgl_kvc.policy.base import ModelFacts
 from sgl_kvc.policy.scores import PromptScores
@@ -68,6 +69,7 @@ class Request:
         decode; else None.
     segment : what was kept of it; None while it is uncompressed.
     stored : the prefix cache's entry that `segment` is; None if the segment is the request's own.
+    begun : tokens of the segment that it began with, of a turn that may; else None.
     found : the entry that it was last matched with; None if there was none.
     report : what the response will tell; None before the prefill.
     block_digests : of every whole block of the prompt, chained, so that equal digests mean equal
@@ -82,12 +84,13 @@ class Request:
         self.unusable = unusable
         self.row: int | None = None
         self.extent: Extent | None = None
-        self.scores: PromptScores | None = None
+        self.scores: PromptScores | HeldScores | None = None
         self.known: list[Any] | None = None
         self.states: list[Any] | None = None
         self.segment: Segment | None = None
         self.stored: StoredSegment | None = None
         self.found: StoredSegment | None = None
+        self.begun: int | None = None
         self.report: Report | None = None
         self.block_digests: list[Hashable] = []
         self._states_key: tuple[int, tuple[Hashable, ...]] | None = None
@@ -132,10 +135,17 @@ class Request:
             return False
         return req.positional_embed_overrides is None
 
-    def namespace(self, req: Req) -> Namespace:
-        """Whose segments it may read."""
+    def reuses(self, req: Req) -> bool:
+        """Whether it may begin with what a chat's turn before has left, and leaves its own."""
+        if self.extent is None or not self.extent.compressed or not self.extent.segment_blocks:
+            return False
+        asked = self.spec.reuse in ("compressed", "both")
+        return asked and req.positional_embed_overrides is None
+
+    def namespace(self, req: Req, *, turn: bool = False) -> Namespace:
+        """Whose segments it may read; those that a chat's turns have left, if `turn`."""
         assert self.extent is not None
-        return Namespace(req.extra_key, self.extent.begin, self.spec.shape)
+        return Namespace(req.extra_key, self.extent.begin, self.spec.shape, turn)
 
     def digests(self, req: Req, page_size: int) -> Sequence[Hashable]:
         """`chained_digests` of what is compressed of its prompt."""
@@ -182,7 +192,7 @@ class Request:
     def retract(self) -> None:
         """Forget everything that belongs to memory the request no longer holds."""
         self.row = self.extent = self.scores = self.known = self.states = self.segment = None
-        self.stored = self.found = None
+        self.stored = self.found = self.begun = None
         self.block_digests = []
 
 

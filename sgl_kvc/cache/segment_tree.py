@@ -66,10 +66,23 @@ class SegmentRadixCache(RadixCache):
         found = self.segments.find(request.namespace(req), tokens, digests, end)
         return found if found is not None and found.segment.end == end else None
 
+    def find_turn(self, req: Req, limit: int) -> StoredSegment | None:
+        """The stored segment of the longest prefix of the prompt, of at most `limit` tokens.
+
+        What a turn has left or, where that reaches further, what was kept before a question apart.
+        """
+        request = Request.of(req)
+        tokens, digests = request.prompt(req), request.digests(req, self.page_size)
+        found = (
+            self.segments.find(request.namespace(req, turn=turn), tokens, digests, limit)
+            for turn in (True, False)
+        )
+        return max(filter(None, found), key=lambda each: each.segment.end, default=None)
+
     def store_segment(self, req: Req, segment: Segment) -> StoredSegment:
         request = Request.of(req)
         return self.put_segment(
-            request.namespace(req),
+            request.namespace(req, turn=request.reuses(req)),
             request.prompt(req),
             request.digests(req, self.page_size),
             segment,
@@ -98,6 +111,38 @@ class SegmentRadixCache(RadixCache):
         key = stored.key(stored.tokens)
         self.insert(InsertParams(key=key, value=value, priority=priority))
         return stored
+
+    def match_segment(self, req: Req, key: RadixKey) -> MatchResult | None:
+        """What `req` finds in the cache beginning with a stored segment; None if it finds none.
+
+        Sets its `Request.found`.
+        """
+        request = Request.of(req)
+        assert request.extent is not None
+        request.found = self.find_segment(req) if len(key) >= request.extent.end else None
+        if request.found is not None:
+            return self.match_behind(request.found, key)
+        return self._match_turn(req, key) if request.reuses(req) else None
+
+    def _match_turn(self, req: Req, key: RadixKey) -> MatchResult | None:
+        """What a request that may begin with another turn's segment begins with; None if nothing.
+
+        The segment, and behind it all but the last window.
+        """
+        request = Request.of(req)
+        found = self.find_turn(req, len(key))
+        if found is None:
+            return None
+        assert request.extent is not None
+        limit = min(len(key), max(found.segment.end, request.extent.match_limit))
+        match = self.match_behind(found, RadixKey(key.token_ids, key.extra_key, limit=limit))
+        if request.spec.reuse == "both":
+            short = RadixKey(key.token_ids, key.extra_key, limit=request.extent.match_limit)
+            whole = super().match_prefix(MatchPrefixParams(key=short))
+            if len(whole.device_indices) >= len(match.device_indices):
+                return whole
+        request.found = found
+        return match
 
     def match_behind(self, stored: StoredSegment, key: RadixKey) -> MatchResult:
         """What the tree has of `key`, at least ``segment.end`` tokens, beginning with `stored`.

@@ -41,11 +41,14 @@ class Namespace(NamedTuple):
     extra_key : SGLang's, of tenant (``cache_salt``) and LoRA.
     begin : where compression begins, a block boundary.
     shape : `CompressionSpec.shape`.
+    turn : whether it is what a chat's turn has left. It then depends on the turns before, and only
+        requests that allow that read it.
     """
 
     extra_key: str | None
     begin: int
     shape: Hashable
+    turn: bool = False
 
 
 @dataclasses.dataclass(eq=False)

@@ -49,7 +49,7 @@ class PromptScores:
         self._scorer, self._apportioner = scorer(spec), apportioner(spec)
         self._scores: list[torch.Tensor | None] = [None] * layers
         self._statistics: list[torch.Tensor | None] = [None] * layers
-        self._windows: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self._windows = QueryWindows()
         self.states: list[Any] = states or [None] * layers
         self._observe = None if states else self._scorer.observe
 
@@ -75,10 +75,9 @@ class PromptScores:
         """
         if done > self.extent.scored:
             return  # the question
-        window, window_lse = self._window(layer, queries, lse)
+        window, window_lse = self._windows.last(self.spec.window, layer, queries, lse)
         if done < self.extent.scored:
-            known = None if window_lse is None else window_lse.clone()
-            self._windows[layer] = window.clone(), known  # not views of the whole chunk
+            self._windows.keep(layer, window, window_lse)
             if self._observe is None:
                 return
         keys, values = read()
@@ -143,14 +142,21 @@ class PromptScores:
         )
         return dataclasses.replace(selection, positions=selection.positions + extent.begin)
 
-    def _window(
-        self, layer: int, queries: torch.Tensor, lse: torch.Tensor | None
+
+class QueryWindows(dict[int, tuple[torch.Tensor, torch.Tensor | None]]):
+    """By layer the last queries of a prompt that comes in chunks; their log-sum-exp if known."""
+
+    def last(
+        self, window: int, layer: int, queries: torch.Tensor, lse: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The last queries up to here, and their log-sum-exp if all are known."""
-        last = slice(-self.spec.window, None)
-        if layer in self._windows:
-            earlier, earlier_lse = self._windows[layer]
+        """The last `window` up to here: [w, H*G, D], and [w, H*G] if all are known."""
+        if layer in self:
+            earlier, earlier_lse = self[layer]
             queries = torch.cat([earlier, queries])
             if lse is not None:
                 lse = None if earlier_lse is None else torch.cat([earlier_lse, lse])
-        return queries[last], None if lse is None else lse[last]
+        return queries[-window:], None if lse is None else lse[-window:]
+
+    def keep(self, layer: int, queries: torch.Tensor, lse: torch.Tensor | None) -> None:
+        """For the next chunk; not as views of a whole chunk."""
+        self[layer] = queries.clone(), None if lse is None else lse.clone()

@@ -8,6 +8,7 @@ from sgl_kvc.spec.catalogue import Method, Parameter, methods
 from sgl_kvc.spec.errors import CUSTOM_PARAM, PIN_PARAM, SpecError
 from sgl_kvc.spec.extent import Extent
 from sgl_kvc.spec.parse import (
+    CHOICES,
     FIELDS,
     INTEGERS,
     LAST_MESSAGE,
@@ -30,6 +31,7 @@ from sgl_kvc.spec.presets import (
 from sgl_kvc.spec.wire import KNOB_HEADER, NAMESPACE_HEADER, WORKER_KEYS
 
 __all__ = [
+    "CHOICES",
     "CUSTOM_PARAM",
     "DEFAULT_POLICY",
     "DEFAULT_QUESTION_APART",

@@ -53,6 +53,10 @@ class CompressionSpec:
         agree in it and in the knob.
     question : "last_message", where the server is to count them in a chat: from where the last
         message's content begins.
+    reuse : what a request may begin with, and what it leaves. None or "full": KVs of the very
+        tokens. "compressed": the longest stored segment of its prompt too, what a chat's turn
+        before has left; "both": whichever covers more of the prompt. Then the result also depends
+        on what the turns before were compressed by.
     force : compress even where the copy takes more memory than it frees, because most of the
         prompt is shared with others that run; then the result depends on the request alone.
     recompress_every : decoded tokens after which segment and tail are compressed again, by what
@@ -73,6 +77,7 @@ class CompressionSpec:
     prefix_tokens: int = 0
     question_tokens: int = 0
     question: str | None = None
+    reuse: str | None = None
     recompress_every: int = 0
     force: bool = False
     explain: bool = False
@@ -133,8 +138,9 @@ class CompressionSpec:
         if self.max_rate != MAX_RATE:
             fields["max_rate"] = self.max_rate
         fields |= {name: True for name in SWITCHES if getattr(self, name)}
-        if self.question is not None:
-            fields["question"] = self.question
+        for name in CHOICES:
+            if getattr(self, name) is not None:
+                fields[name] = getattr(self, name)
         if self.policy in PRESETS:
             return fields | {"policy": self.policy}
         return fields | {"scorer": self.scorer, "apportioner": self.apportioner}
@@ -150,11 +156,12 @@ INTEGERS = {  # field: (min, max)
     "recompress_every": (0, 1 << 24),
 }
 SWITCHES = ("force", "explain")
-FIELDS = (
-    "rate", "max_rate", "policy", "scorer", "apportioner", *INTEGERS, *SWITCHES, "question",
-)  # fmt: skip
 #: What `question` can be.
 LAST_MESSAGE = "last_message"
+CHOICES = {"question": (LAST_MESSAGE,), "reuse": ("full", "compressed", "both")}
+FIELDS = (
+    "rate", "max_rate", "policy", "scorer", "apportioner", *INTEGERS, *SWITCHES, *CHOICES,
+)  # fmt: skip
 
 
 def parse(knob: Any, *, max_rate: float = MAX_RATE) -> CompressionSpec:
@@ -194,11 +201,14 @@ def parse(knob: Any, *, max_rate: float = MAX_RATE) -> CompressionSpec:
         if name in given:
             checks.one_of(name, given[name], [False, True])
             values[name] = given[name]
-    if "question" in given:
-        checks.one_of("question", given["question"], [LAST_MESSAGE])
-        if values.get("question_tokens"):
-            raise SpecError("question", "give either question or question_tokens, not both")
-        values["question"] = given["question"]
+    for name, choices in CHOICES.items():
+        if name in given:
+            checks.one_of(name, given[name], list(choices))
+            values[name] = given[name]
+    if "question" in given and values.get("question_tokens"):
+        raise SpecError("question", "give either question or question_tokens, not both")
+    if values.get("reuse", "full") != "full":
+        _check_reuse(values)
     if values.get("recompress_every"):
         if values.get("explain"):
             problem = "tells what was kept of the prompt; leave it out beside recompress_every"
@@ -211,6 +221,17 @@ def parse(knob: Any, *, max_rate: float = MAX_RATE) -> CompressionSpec:
     if values["recent"] is None:
         values["recent"] = max(values["parameters"].get("window", 1), MIN_RECENT)
     return CompressionSpec(**values)
+
+
+def _check_reuse(values: Mapping[str, Any]) -> None:
+    """Raise SpecError where nothing compressed can be compressed again after prefill."""
+    for field in ("question", "question_tokens", "recompress_every", "explain"):
+        if values.get(field):
+            raise SpecError("reuse", f"compressed turns are for requests without {field}")
+    method = methods("scorers")[values["scorer"]]
+    if method.all_queries or method.continual != "attention":
+        problem = f"scorer {method.name} cannot score what a turn before has left"
+        raise SpecError("reuse", problem)
 
 
 def parse_rate(value: Any, *, max_rate: float = MAX_RATE, field: str = "rate") -> float:
