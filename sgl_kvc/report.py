@@ -55,7 +55,7 @@ class KeptByHead:
     layers, heads : of this rank.
     begin, end : positions that heads chose among; they keep all before and behind.
     pages : whole pages of every head in [begin, end); may be on their way from the device.
-    bitmap : `Selection.bitmap`, likewise; None where it would be too large, or was not made.
+    bitmap : `Selection.bitmap`, likewise; None where it would be too large.
     """
 
     layers: int
@@ -76,16 +76,14 @@ class KeptByHead:
             "positions": None,
             "skipped": None,
         }
-        bits = self.layers * self.heads * (self.end - self.begin)
         if self.bitmap is not None:
             found["positions"] = base64.b64encode(zlib.compress(self.bitmap.tobytes(), 1)).decode()
-        elif bits > MAX_BITS:
+        else:
+            bits = self.layers * self.heads * (self.end - self.begin)
             found["skipped"] = (
                 f"positions are told up to {MAX_BITS} bits; {self.layers} layers, {self.heads} "
                 f"heads and {self.end - self.begin} tokens are {bits}"
             )
-        else:
-            found["skipped"] = "what is kept was chosen for an earlier request, which did not ask"
         return found
 
 

@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import json
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -78,14 +78,15 @@ class Documents:
         content, ttl, salt = _checked(body)
         spec = _knob(body, header, owner.settings)
         info = await self._json(routes.SERVER_INFO)
-        page = info["page_size"]
+        with _told():
+            page, most = int(info["page_size"]), int(info["max_req_input_len"])
         tokens = await self._tokens(content, body[content])
         end = len(tokens) // page * page
         if not end:
             told = f"{content}: {len(tokens)} tokens are less than a block of {page}"
             raise ApiError(409, told, param=content, code="nothing_to_compress")
-        if end + 1 >= info["max_req_input_len"]:
-            told = f"{content}: {len(tokens)} tokens; this server takes {info['max_req_input_len']}"
+        if end + 1 >= most:
+            told = f"{content}: {len(tokens)} tokens; this server takes {most}"
             raise ApiError(413, told, param=content, code="document_too_long")
         if owner.reserve is not None:
             owner.reserve(end + 1)
@@ -102,10 +103,12 @@ class Documents:
         }
         if owner.priority is not None:
             asked["priority"] = owner.priority
-        report = (await self._json("/generate", asked))[CUSTOM_PARAM]
-        name = report.get("pinned")
+        answer = await self._json("/generate", asked)
+        with _told():
+            report = answer[CUSTOM_PARAM]
+            name, skipped = report.get("pinned"), report["skipped"]
         if name is None:
-            raise _refused(report["skipped"])
+            raise _refused(skipped)
         self._release_later(name, ttl)
         found = [each for each in await self._stored(salt, owner) if each["id"] == name]
         return found[0] if found else {"id": name, "tokens": end, "expires": expires}
@@ -135,21 +138,26 @@ class Documents:
         if content == "input_ids":
             return list(value)
         if content == "text":
-            return list((await self._json(routes.TOKENIZE, {"prompt": value}))["tokens"])
+            return await self._tokenized({"prompt": value})
         prompts = [
-            (await self._json(routes.TOKENIZE, {"messages": [*value, _user(text)]}))["tokens"]
-            for text in _QUESTIONS
+            await self._tokenized({"messages": [*value, _user(text)]}) for text in _QUESTIONS
         ]
         pairs = takewhile(lambda pair: pair[0] == pair[1], zip(*prompts, strict=False))
         return [token for token, _ in pairs]
 
+    async def _tokenized(self, asked: dict[str, Any]) -> list[int]:
+        answer = await self._json(routes.TOKENIZE, asked)
+        with _told():
+            return list(answer["tokens"])
+
     async def _stored(self, salt: str | None, owner: Owner) -> list[dict[str, Any]]:
-        states = (await self._json(routes.SERVER_INFO))["internal_states"]
-        stored = [each for state in states for each in state.get("kv_cache", ())]
-        for each in stored:  # kept before this gateway was started
-            if each["expires"] is not None and each["id"] not in self._timers:
-                self._release_later(each["id"], each["expires"] - time.time())
-        mine = [each for each in stored if each["cache_salt"] == owner.extra_key(salt)]
+        info = await self._json(routes.SERVER_INFO)
+        with _told():
+            stored = [each for state in info["internal_states"] for each in state["kv_cache"]]
+            for each in stored:  # kept before this gateway was started
+                if each["expires"] is not None and each["id"] not in self._timers:
+                    self._release_later(each["id"], each["expires"] - time.time())
+            mine = [each for each in stored if each["cache_salt"] == owner.extra_key(salt)]
         return [each | {"cache_salt": salt} for each in mine]
 
     def _release_later(self, name: str, seconds: float) -> None:
@@ -174,7 +182,18 @@ class Documents:
         answer = await self._ask(path, None if content is None else json.dumps(content).encode())
         if answer.status_code != 200:
             raise from_worker(answer.status_code, answer.content, answer.headers)
-        return answer.json()
+        with _told():
+            return answer.json()
+
+
+@contextlib.contextmanager
+def _told() -> Iterator[None]:
+    """Reading what the worker says. Raises ApiError 404 where it is none that keeps documents."""
+    try:
+        yield
+    except (ValueError, LookupError, TypeError, AttributeError):
+        told = "the worker behind this gateway keeps no documents: it serves without sgl-kvc"
+        raise ApiError(404, told, code="no_documents_here") from None
 
 
 def _checked(body: dict[str, Any]) -> tuple[str, float, str | None]:

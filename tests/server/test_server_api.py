@@ -212,7 +212,8 @@ def test_the_document_tells_all_there_is(gateway: Gateway) -> None:
     told = httpx.get(f"{gateway.url}/openapi.json").json()
     assert told == json.loads(json.dumps(document()))
     paths = {*routes.GENERATING, *routes.PASSED, *routes.OWN, routes.MODELS, routes.RESPONSE,
-             routes.CANCEL, routes.MODEL_INFO, routes.GET_MODEL_INFO,
+             routes.CANCEL, routes.MODEL_INFO, routes.GET_MODEL_INFO, routes.DOCUMENTS,
+             routes.DOCUMENT,
              "/v1/models/{model}"}  # fmt: skip
     assert set(told["paths"]) == paths
     fields = knob_schema()["anyOf"][1]["properties"]
