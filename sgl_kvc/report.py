@@ -103,6 +103,8 @@ class Report:
     begun : tokens of the compressed turn that the request began with; None if it began with none.
     kept_per_head_peak : the most KVs a head held on average meanwhile.
     explain : which KVs every head kept, if that was asked for.
+    on_pressure : the rate at which it is compressed if memory is short; None where that was not
+        asked for.
     """
 
     prompt_tokens: int
@@ -119,6 +121,7 @@ class Report:
     pinned: str | None = None
     explain: KeptByHead | None = None
     begun: int | None = None
+    on_pressure: float | None = None
 
     @classmethod
     def uncompressed(
@@ -154,6 +157,8 @@ class Report:
             found["explain"] = self.explain.to_json(self.block.tokens)
         if self.begun is not None:
             found["begun_with"] = self.begun
+        if self.on_pressure is not None:
+            found["on_pressure"] = self.on_pressure
         if self.recompressed is not None:
             found["decode"] = {
                 "recompressed": self.recompressed,

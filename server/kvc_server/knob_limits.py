@@ -44,7 +44,9 @@ class KnobLimits:
             raise _limit("recompress_every", "0 or at least", self.min_recompress_every, every)
         if self.force_rate is not None:
             kept = {name: getattr(OFF, name) for name in _KEEPING}
-            forced = dataclasses.replace(spec, rate=self.force_rate, budget=None, **kept)
+            forced = dataclasses.replace(
+                spec, rate=self.force_rate, budget=None, on_pressure=False, **kept
+            )
             return dataclasses.replace(forced, max_rate=OFF.max_rate)
         if spec.budget is not None and spec.budget < self.min_budget:
             raise _limit("budget", "at least", self.min_budget, spec.budget)
@@ -80,6 +82,8 @@ class KnobLimits:
         if spec.rate is None:
             least = f"this server compresses at a rate of {self.min_rate:g} or more"
             raise SpecError("budget", f"{least}: give a rate instead")
+        if spec.on_pressure:
+            raise SpecError("on_pressure", "may leave it whole; this server has a least rate")
         if spec.rate < self.min_rate:
             raise _limit("rate", "at least", self.min_rate, spec.rate)
         if spec.question is not None:

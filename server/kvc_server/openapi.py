@@ -17,6 +17,7 @@ from sgl_kvc.spec import (
     FIELDS,
     INTEGERS,
     MAX_RATE,
+    ON_PRESSURE,
     PRESETS,
     SWITCHES,
     Parameter,
@@ -128,7 +129,7 @@ def document() -> dict[str, Any]:
 def knob_schema() -> Schema:
     """The knob as JSON Schema: what it refuses is refused, though not all that is refused."""
     fields: Schema = {name: {} for name in FIELDS}
-    for name in ("rate", "max_rate"):
+    for name in ("rate", ON_PRESSURE, "max_rate"):
         fields[name] = {"type": "number", "minimum": 1, "maximum": MAX_RATE}
     for name, (low, high) in INTEGERS.items():
         fields[name] = {"type": "integer", "minimum": low, "maximum": high}

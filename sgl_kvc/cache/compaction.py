@@ -107,6 +107,7 @@ def install(cache: PrefixCache, req: Req, segment: Segment) -> None:
         request.states = request.scores.states
     request.segment, request.scores = segment, None
     request.report = _compressed(request, extent, segment, cache.block)
+    request.report.on_pressure = request.spec.rate if request.spec.on_pressure else None
     if request.spec.explain:
         request.report.explain = _kept_by_head(cache.pool, segment)
 

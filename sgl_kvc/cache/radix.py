@@ -99,9 +99,10 @@ class CompressingRadixCache(SegmentRadixCache, PrefixCache):
             return
         self.sharing.add(request, tokens, req.extra_key, self.page_size)
         skipped = request.unusable or extent.skipped
-        if extent.compressed:
+        if extent.compressed and not request.spec.on_pressure:
             skipped = _ENDED_EARLY
         request.report = Report.uncompressed(len(tokens), self.block, skipped)
+        request.report.on_pressure = request.spec.rate if request.spec.on_pressure else None
         if extent.compressed and not extent.end:
             install(self, req, empty_segment(self.pool, request))
         elif extent.compressed and extent.segment_blocks:
@@ -174,7 +175,10 @@ class CompressingRadixCache(SegmentRadixCache, PrefixCache):
             super().cache_unfinished_req(req, chunked=chunked)
         if due:
             self._remember_states(req)
-            self._compress(req)
+            if not request.spec.on_pressure:
+                self._compress(req)
+            elif request.scores is not None:
+                request.scores.settle()
             req.prefix_indices = self.row_slots(req)[:done].to(torch.int64, copy=True)
 
     def cache_finished_req(
@@ -238,15 +242,52 @@ class CompressingRadixCache(SegmentRadixCache, PrefixCache):
             if request.goes_on:
                 with self.compactions.timed():
                     self._released |= continual.recompress(self, req)
+        elif request.spec.on_pressure:
+            return
         elif request.extent is not None and request.extent.compressed and decodes(req):
             if len(req.prefix_indices) >= request.extent.scored:  # there was no room before
                 self._compress(req)
             else:
                 maybe_cache_unfinished_req(req, self)
 
-    def _compress(self, req: Req) -> None:
+    def _compress(self, req: Req) -> bool:
         with self.compactions.timed():
-            self._released |= compress(self, req)
+            done = compress(self, req)
+        self._released |= done
+        return done
+
+    def relieve(self, reqs: Sequence[Req], promised: int, *, once: bool = False) -> bool:
+        """Memory is short: compress, the oldest first, requests that have waited for that.
+
+        Until what is free besides `promised` is enough to compress into another time; so there is
+        always room for that.
+
+        Parameters
+        ----------
+        reqs : those that run.
+        promised : tokens of whole blocks that the next decode step will take.
+        once : compress one, whatever is free.
+
+        Returns
+        -------
+        done : whether one was compressed.
+        """
+        waiting, done = [req for req in reqs if Request.of(req).waits_for_pressure(req)], False
+        self._promised = promised
+        try:
+            while waiting and (once or self._is_short(waiting)):
+                done |= self._compress(waiting.pop(0))
+                if once and done:
+                    break
+        finally:
+            self._promised = 0
+        return done
+
+    def _is_short(self, waiting: Sequence[Req]) -> bool:
+        extents = [extent for req in waiting if (extent := Request.of(req).extent) is not None]
+        reserve = max(extent.segment_blocks for extent in extents) * self.page_size
+        free = self.token_to_kv_pool_allocator.available_size() + self.evictable_size()
+        return free < self._promised + reserve
 
     def point_row(self, req: Req, segment: Segment) -> None:
         row_slots = self.row_slots(req)
@@ -300,5 +341,6 @@ class CompressingRadixCache(SegmentRadixCache, PrefixCache):
     def _remember_states(self, req: Req) -> None:
         """What the scorer has seen of the prompt, for others of the same prompt."""
         request = Request.of(req)
-        if request.spec.all_queries and request.scores is not None and request.scores.complete:
-            self.states.put(request.states_key(req), request.scores.states)
+        scores = request.scores
+        if request.spec.all_queries and scores is not None and scores.complete and scores.states:
+            self.states.put(request.states_key(req), scores.states)

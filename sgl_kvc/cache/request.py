@@ -142,6 +142,16 @@ class Request:
         asked = self.spec.reuse in ("compressed", "both")
         return asked and req.positional_embed_overrides is None
 
+    def waits_for_pressure(self, req: Req) -> bool:
+        """Whether its prompt is there and will be compressed once memory is short."""
+        if not self.spec.on_pressure or self.segment is not None or not isinstance(
+            self.scores, PromptScores
+        ):
+            return False
+        assert self.extent is not None
+        prefilled = len(req.prefix_indices) >= self.extent.scored
+        return prefilled and self.scores.complete and decodes(req)
+
     def namespace(self, req: Req, *, turn: bool = False) -> Namespace:
         """Whose segments it may read; those that a chat's turns have left, if `turn`."""
         assert self.extent is not None

@@ -58,6 +58,30 @@ def compress_due(batch) -> None:
         due(batch.reqs, promised=batch.new_tokens_required_next_decode())
 
 
+def relieve_decode(original, batch, selected_indices=None) -> bool:
+    """``ScheduleBatch.check_decode_mem``: compress who allows it before anybody is retracted."""
+    relieve = getattr(batch.tree_cache, "relieve", None)
+    if relieve is not None and selected_indices is None:
+        relieve(batch.reqs, batch.new_tokens_required_next_decode())
+    return original(batch, selected_indices)
+
+
+def relieve_queue(result: Any, scheduler, *_args: Any, **_kwargs: Any) -> None:
+    """``Scheduler._get_new_batch_prefill_raw``: compress who allows it before anybody waits.
+
+    One in every step in which nobody who waits could enter.
+    """
+    batch, running = result
+    relieve = getattr(scheduler.tree_cache, "relieve", None)
+    if batch is not None or relieve is None or running.is_empty() or not scheduler.waiting_queue:
+        return
+    if scheduler.get_num_allocatable_reqs(running.batch_size()) <= 0:
+        return
+    promised = running.new_tokens_required_next_decode()
+    if relieve(running.reqs, promised, once=True):
+        running.batch_is_full = False
+
+
 def stop_at_cut(original, adder, req, **kwargs: Any) -> Any:
     """``PrefillAdder.add_one_req``, ``.add_chunked_req``: a chunk ends where compression is due.
 
@@ -159,6 +183,18 @@ HOOKS = (
         "BEFORE",
         compress_due,
         "compression after prefill must not miss the first step, and that in decode has its times",
+    ),
+    Hook(
+        f"{_BATCH}.check_decode_mem",
+        "AROUND",
+        relieve_decode,
+        "a decode step that does not fit ends in retraction",
+    ),
+    Hook(
+        f"{_SCHEDULER}._get_new_batch_prefill_raw",
+        "AFTER",
+        relieve_queue,
+        "who waits for memory waits until a request has ended",
     ),
     *(
         Hook(

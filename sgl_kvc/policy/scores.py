@@ -52,6 +52,7 @@ class PromptScores:
         self._windows = QueryWindows()
         self.states: list[Any] = states or [None] * layers
         self._observe = None if states else self._scorer.observe
+        self._selection: Selection | None = None
 
     def observe(
         self,
@@ -114,7 +115,13 @@ class PromptScores:
     @property
     def complete(self) -> bool:
         """Whether every layer was scored."""
-        return all(layer is not None for layer in self._scores)
+        return self._selection is not None or all(layer is not None for layer in self._scores)
+
+    def settle(self) -> None:
+        """Choose now what will be kept, and let go of the scores, which take more memory."""
+        selection = self.select()
+        self._selection = dataclasses.replace(selection, positions=selection.positions.int())
+        self._scores, self._statistics, self.states = [], [], []
 
     def scores(self) -> torch.Tensor:
         """float32 [L, H, scored]. Raises RuntimeError while a layer is missing."""
@@ -128,6 +135,9 @@ class PromptScores:
 
         Positions count from the prompt's first token.
         """
+        if self._selection is not None:
+            positions = self._selection.positions.long()
+            return dataclasses.replace(self._selection, positions=positions)
         extent, observed = self.extent, self._apportioner.observe is not None
         statistics = [each for each in self._statistics if each is not None]
         selection = select(

@@ -57,6 +57,8 @@ class CompressionSpec:
         tokens. "compressed": the longest stored segment of its prompt too, what a chat's turn
         before has left; "both": whichever covers more of the prompt. Then the result also depends
         on what the turns before were compressed by.
+    on_pressure : whether it stays uncompressed until memory is short, and is compressed to `rate`
+        only then, instead of being retracted or of letting others wait.
     force : compress even where the copy takes more memory than it frees, because most of the
         prompt is shared with others that run; then the result depends on the request alone.
     recompress_every : decoded tokens after which segment and tail are compressed again, by what
@@ -78,6 +80,7 @@ class CompressionSpec:
     question_tokens: int = 0
     question: str | None = None
     reuse: str | None = None
+    on_pressure: bool = False
     recompress_every: int = 0
     force: bool = False
     explain: bool = False
@@ -134,6 +137,8 @@ class CompressionSpec:
             for name in ("rate", *INTEGERS)
             if getattr(self, name) is not None
         }
+        if self.on_pressure:
+            fields[ON_PRESSURE] = fields.pop("rate")
         fields |= self.parameters
         if self.max_rate != MAX_RATE:
             fields["max_rate"] = self.max_rate
@@ -159,8 +164,10 @@ SWITCHES = ("force", "explain")
 #: What `question` can be.
 LAST_MESSAGE = "last_message"
 CHOICES = {"question": (LAST_MESSAGE,), "reuse": ("full", "compressed", "both")}
+ON_PRESSURE = "on_pressure"
 FIELDS = (
-    "rate", "max_rate", "policy", "scorer", "apportioner", *INTEGERS, *SWITCHES, *CHOICES,
+    "rate", ON_PRESSURE, "max_rate", "policy", "scorer", "apportioner",
+    *INTEGERS, *SWITCHES, *CHOICES,
 )  # fmt: skip
 
 
@@ -183,14 +190,18 @@ def parse(knob: Any, *, max_rate: float = MAX_RATE) -> CompressionSpec:
     given = {str(key): value for key, value in knob.items() if value is not None}
     values = _policy(given)
     values["parameters"] = _parameters(knob, values)
-    if "rate" in given and "budget" in given:
-        raise SpecError("budget", "give either rate or budget, not both")
-    if "rate" not in given and "budget" not in given:
-        raise SpecError("rate", "one of rate and budget is required")
-    if "rate" in given:
-        values["rate"] = parse_rate(given["rate"], max_rate=max_rate)
+    sizes = [name for name in ("rate", ON_PRESSURE, "budget") if name in given]
+    if len(sizes) > 1:
+        raise SpecError(sizes[-1], f"give either {sizes[0]} or {sizes[-1]}, not both")
+    if not sizes:
+        raise SpecError("rate", "one of rate, on_pressure and budget is required")
+    if sizes != ["budget"]:
+        (field,) = sizes
+        values["rate"] = parse_rate(given[field], max_rate=max_rate, field=field)
+        values["on_pressure"] = field == ON_PRESSURE and values["rate"] > 1
         if "max_rate" in given:
-            raise SpecError("max_rate", "bounds what a budget comes to; leave it out beside rate")
+            problem = f"bounds what a budget comes to; leave it out beside {field}"
+            raise SpecError("max_rate", problem)
     else:
         asked = given.get("max_rate", max_rate)
         values["max_rate"] = parse_rate(asked, max_rate=max_rate, field="max_rate")
@@ -209,6 +220,8 @@ def parse(knob: Any, *, max_rate: float = MAX_RATE) -> CompressionSpec:
         raise SpecError("question", "give either question or question_tokens, not both")
     if values.get("reuse", "full") != "full":
         _check_reuse(values)
+    if values.get("on_pressure"):
+        _check_on_pressure(values)
     if values.get("recompress_every"):
         if values.get("explain"):
             problem = "tells what was kept of the prompt; leave it out beside recompress_every"
@@ -221,6 +234,15 @@ def parse(knob: Any, *, max_rate: float = MAX_RATE) -> CompressionSpec:
     if values["recent"] is None:
         values["recent"] = max(values["parameters"].get("window", 1), MIN_RECENT)
     return CompressionSpec(**values)
+
+
+def _check_on_pressure(values: Mapping[str, Any]) -> None:
+    """Raise SpecError beside what says by itself when a request is compressed."""
+    for field in ("recompress_every", "question", "question_tokens"):
+        if values.get(field):
+            raise SpecError(ON_PRESSURE, f"leaves the time open, and {field} says it")
+    if values.get("reuse", "full") != "full":
+        raise SpecError(ON_PRESSURE, "leaves nothing compressed for a next turn")
 
 
 def _check_reuse(values: Mapping[str, Any]) -> None:

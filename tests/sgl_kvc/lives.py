@@ -22,7 +22,7 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sgl_kvc.cache.radix import CompressingRadixCache
 from sgl_kvc.cache.request import Request
-from sgl_kvc.compat.scheduling import compress_due
+from sgl_kvc.compat.scheduling import compress_due, relieve_decode
 from sgl_kvc.platform.allocator import TorchPagedAllocator
 from sgl_kvc.policy.base import ModelFacts
 from sgl_kvc.pool.arena import ArenaKVPool
@@ -149,7 +149,7 @@ class World:
         Those it had to retract, the last started first.
         """
         retracted = []
-        while self.live and not self._batch().check_decode_mem():
+        while self.live and not relieve_decode(ScheduleBatch.check_decode_mem, self._batch()):
             retracted.append(self.live[-1])
             self.retract(self.live.pop())
         if not self.live:

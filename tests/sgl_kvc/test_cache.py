@@ -48,6 +48,9 @@ KNOBS = [
     {"budget": 12, "recompress_every": 5, "policy": "virtual-repeat", "question_tokens": 9},
     {"budget": 12, "recompress_every": 6, "policy": "r-kv", "window": 3},
     {"rate": 3, "recompress_every": 4, "policy": "r-kv", "prefix_tokens": 9, "question_tokens": 4},
+    {"on_pressure": 4, "min_tokens": 0},
+    {"on_pressure": 2, "min_tokens": 0, "policy": "h2o", "recent": 2},
+    {"on_pressure": 3, "min_tokens": 0, "policy": "kv-compress", "prefix_tokens": 13},
 ]
 
 
@@ -138,6 +141,11 @@ class Lives(RuleBasedStateMachine):
             self.world.decode()
             for req in self.world.live if roomy else ():
                 self._bounded(req)
+
+    @rule(promised=st.sampled_from([0, PAGE, 3 * PAGE]))
+    def relieve(self, promised):
+        """Somebody waits for memory."""
+        self.world.cache.relieve(self.world.live, promised, once=True)
 
     @rule(which=st.integers(0, ROWS - 1), insert=st.booleans())
     def finish(self, which, insert):

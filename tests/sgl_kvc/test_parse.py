@@ -40,8 +40,8 @@ def refusal(knob: Any, **how: Any) -> tuple[str, str]:
     [
         ([], "", 'must be an object such as {"rate": 8}, or null'),
         ("8", "", 'must be an object such as {"rate": 8}, or null'),
-        ({}, "rate", "one of rate and budget is required"),
-        ({"rate": None, "policy": "snapkv"}, "rate", "one of rate and budget is required"),
+        ({}, "rate", "one of rate, on_pressure and budget is required"),
+        ({"rate": None, "policy": "snapkv"}, "rate", "one of rate, on_pressure and budget is required"),
         ({"rate": 8, "budget": 8}, "budget", "give either rate or budget, not both"),
         ({"rate": 8, "policy": "snapkv", "scorer": "tova"}, "scorer", EITHER),
         ({"rate": 8, "policy": "snapkv", "apportioner": "uniform"}, "apportioner", EITHER),
