@@ -23,6 +23,7 @@ from sgl_kvc.spec import (
 )
 from sgl_kvc.spec.checks import integer, one_of, parameter_value, short
 
+NO_SIZE = "one of rate, on_pressure and budget is required"
 EITHER = "give either policy or scorer and apportioner, not both"
 RATE = "must be a finite number, KVs before / KVs after (got {})"
 OWN = {"rate": 8, "scorer": "attention-window", "apportioner": "uniform"}
@@ -40,8 +41,8 @@ def refusal(knob: Any, **how: Any) -> tuple[str, str]:
     [
         ([], "", 'must be an object such as {"rate": 8}, or null'),
         ("8", "", 'must be an object such as {"rate": 8}, or null'),
-        ({}, "rate", "one of rate, on_pressure and budget is required"),
-        ({"rate": None, "policy": "snapkv"}, "rate", "one of rate, on_pressure and budget is required"),
+        ({}, "rate", NO_SIZE),
+        ({"rate": None, "policy": "snapkv"}, "rate", NO_SIZE),
         ({"rate": 8, "budget": 8}, "budget", "give either rate or budget, not both"),
         ({"rate": 8, "policy": "snapkv", "scorer": "tova"}, "scorer", EITHER),
         ({"rate": 8, "policy": "snapkv", "apportioner": "uniform"}, "apportioner", EITHER),
