@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,7 @@ def test_every_turn_begins_with_the_one_before() -> None:
     assert words(turns[0].prompt or "") + 1 == 512  # and <bos>
     assert len({turn.document for turn in turns}) == 1
     assert len({turn.question for turn in turns}) == suite.turns
-    for before, after in zip(turns, turns[1:], strict=False):
+    for before, after in itertools.pairwise(turns):
         said = f"{before.prompt} {before.answers[0]} <eos> "
         assert (after.prompt or "").startswith(said)
         assert after.turns == (*before.turns, (before.question, before.answers[0]))
