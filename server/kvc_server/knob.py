@@ -116,7 +116,7 @@ def _validated(knob: Any, where: str, settings: Settings) -> dict[str, Any]:
     except SpecError as error:
         field = where if where == HEADER else error.at(where)
         raise _bad(field, f"{field}: {error.problem}") from None
-    return OFF if spec.off else spec.to_json()
+    return OFF if spec.off and not spec.hold_s else spec.to_json()
 
 
 def _number(header: Sequence[str]) -> float:

@@ -15,6 +15,7 @@ What a request's row of ``req_to_token`` holds, by position::
 from __future__ import annotations
 
 import contextlib
+from array import array
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
@@ -85,6 +86,7 @@ class CompressingRadixCache(SegmentRadixCache, PrefixCache):
         Sets the report and, if it will be, the scores, which attention then feeds.
         """
         request = Request.of(req)
+        self.holds.tell(request.arrived)
         request.row = req.req_pool_idx
         self.pool.requests[req.rid] = request
         if request.scores is not None or request.segment is not None:
@@ -201,11 +203,13 @@ class CompressingRadixCache(SegmentRadixCache, PrefixCache):
         self.pool.requests.pop(req.rid, None)
         self.sharing.remove(request)
         request.retract()
+        hold_s = request.spec.hold_s if is_insert else 0
         if stored is not None:
-            self.finish_behind(req, stored, kv_len_to_handle, insert=is_insert)
+            self.finish_behind(req, stored, kv_len_to_handle, insert=is_insert, hold_s=hold_s)
             return
         if segment is None:
             super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
+            self._hold(req, kv_len_to_handle, hold_s)
             return
         # All at once: SGLang may want to keep less than was decoded (--strip-thinking-cache) and
         # would free the rest by position, whatever lies there.
@@ -214,6 +218,7 @@ class CompressingRadixCache(SegmentRadixCache, PrefixCache):
         self.token_to_kv_pool_allocator.free_segment(owned, start_pos=segment.row_begin)
         req.kv.kv_allocated_len = kv_len_to_handle
         self.dec_lock_ref(req.last_node)
+        self._hold(req, kv_len_to_handle, hold_s)
 
     def take_released(self) -> bool:
         """Whether compression has freed memory since this was last asked."""
@@ -323,6 +328,14 @@ class CompressingRadixCache(SegmentRadixCache, PrefixCache):
         scheduling.wait_stream(self.stream)  # rows are read there
 
     # --------------------------------------------------------------------------- helpers
+
+    def _hold(self, req: Req, length: int, seconds: int) -> None:
+        """Hold what the tree has of the first `length` tokens of `req`."""
+        if seconds:
+            tokens = array("q", (req.origin_input_ids + req.output_ids)[:length])
+            key = RadixKey(tokens, req.extra_key)
+            found = super().match_prefix(MatchPrefixParams(key=key))
+            self.holds.hold(found.last_device_node, seconds)
 
     def _extent(self, req: Req) -> Extent:
         request, unable = Request.of(req), None

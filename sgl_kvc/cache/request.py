@@ -19,6 +19,7 @@ from sgl_kvc.spec import (
     CUSTOM_PARAM,
     OFF,
     PIN_PARAM,
+    TIME_PARAM,
     CompressionSpec,
     Extent,
     SpecError,
@@ -58,6 +59,7 @@ class Request:
     ----------
     spec : the knob.
     pin : the request is there to pin the segment of its prompt; else None.
+    arrived : when, in seconds since 1970; None if nobody has told.
     row : its row of ``req_to_token`` while it holds memory, else None.
     unusable : why the knob that was given cannot be used, and `spec` is off; else None.
     extent : what of the prompt is compressed, or why nothing is; set when it is first matched
@@ -82,6 +84,7 @@ class Request:
         self.spec = spec
         self.pin = pin
         self.unusable = unusable
+        self.arrived: float | None = None
         self.row: int | None = None
         self.extent: Extent | None = None
         self.scores: PromptScores | HeldScores | None = None
@@ -114,6 +117,8 @@ class Request:
                 found = cls(spec, pin=Pin.of(custom))
             except SpecError as error:
                 found = cls(OFF, str(error))
+            if isinstance(custom, dict) and isinstance(custom.get(TIME_PARAM), (int, float)):
+                found.arrived = float(custom[TIME_PARAM])
             req.kvc = found
         return found
 

@@ -20,6 +20,7 @@ from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixPara
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 
+from sgl_kvc.cache.holds import Holds
 from sgl_kvc.cache.pins import Pins
 from sgl_kvc.cache.request import Request
 from sgl_kvc.cache.segments import Namespace, SegmentStore, StoredSegment
@@ -37,6 +38,7 @@ class SegmentRadixCache(RadixCache):
     ----------
     segments : which ones, by the tokens they stand for.
     pins : which of them stay.
+    holds : which entries are evicted last.
     block : the pool's unit, set by the subclass.
     """
 
@@ -46,6 +48,7 @@ class SegmentRadixCache(RadixCache):
         self.segments = SegmentStore(params.page_size)
         self.pins = Pins(self)
         super().__init__(params)
+        self.eviction_strategy = self.holds = Holds(self.eviction_strategy)
 
     def reset(self) -> None:
         """Forget the tree and its segments."""
@@ -188,12 +191,12 @@ class SegmentRadixCache(RadixCache):
         req.prefix_indices = row[: len(tokens)].to(torch.int64, copy=True)
 
     def finish_behind(
-        self, req: Req, stored: StoredSegment, length: int, *, insert: bool
+        self, req: Req, stored: StoredSegment, length: int, *, insert: bool, hold_s: int = 0
     ) -> None:
         """`req` ends: its tokens become the tree's or are freed; as SGLang's `cache_finished_req`.
 
         Where SGLang wants to keep less than was decoded (``--strip-thinking-cache``), what follows
-        `length` is freed too.
+        `length` is freed too. What is then in the tree is held for `hold_s` seconds.
         """
         tokens = (req.origin_input_ids + req.output_ids)[:length]
         rest = req.cache_protected_len
@@ -204,6 +207,9 @@ class SegmentRadixCache(RadixCache):
         self._free_behind(req, stored, rest, req.kv.kv_allocated_len)
         req.kv.kv_allocated_len = length
         self.dec_lock_ref(req.last_node)
+        if hold_s:
+            found = super().match_prefix(MatchPrefixParams(key=stored.key(tokens)))
+            self.holds.hold(found.last_device_node, hold_s)
         stored.readers -= 1
 
     def _insert_behind(

@@ -8,12 +8,20 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator
 from typing import Any
 
 from sgl_kvc.compat import BACKEND
 from sgl_kvc.compat.hook import Hook
-from sgl_kvc.spec import CUSTOM_PARAM, KNOB_HEADER, NAMESPACE_HEADER, SpecError, parse
+from sgl_kvc.spec import (
+    CUSTOM_PARAM,
+    KNOB_HEADER,
+    NAMESPACE_HEADER,
+    TIME_PARAM,
+    SpecError,
+    parse,
+)
 
 _RESPONSES = "sglang.srt.entrypoints.openai.serving_responses.OpenAIServingResponses"
 _MESSAGES = "sglang.srt.entrypoints.anthropic.serving.AnthropicServing"
@@ -179,11 +187,15 @@ def _with_knob(params: dict | None, knob: Any) -> dict:
 
 
 def _validate(obj: Any, server_args: Any) -> None:
-    """Raise SpecError for a knob that cannot be used, before the scheduler sees it."""
+    """Raise SpecError for a knob that cannot be used, before the scheduler sees it.
+
+    Tells the scheduler when the request arrived.
+    """
     params = getattr(obj, "sampling_params", None)
     for one in params if isinstance(params, list) else [params]:
         custom = one.get("custom_params") if isinstance(one, dict) else None
         if isinstance(custom, dict) and CUSTOM_PARAM in custom:
+            custom[TIME_PARAM] = time.time()
             spec = parse(custom[CUSTOM_PARAM])
             if spec.question is not None:
                 raise SpecError("question", _UNCOUNTED)

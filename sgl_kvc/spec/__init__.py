@@ -48,6 +48,7 @@ __all__ = [
     "PIN_PARAM",
     "PRESETS",
     "SWITCHES",
+    "TIME_PARAM",
     "WORKER_KEYS",
     "CompressionSpec",
     "Extent",

@@ -63,6 +63,8 @@ class CompressionSpec:
         prompt is shared with others that run; then the result depends on the request alone.
     recompress_every : decoded tokens after which segment and tail are compressed again, by what
         `continual` says (attention: arXiv 2410.00161, eq. 20); 0 is never.
+    hold_s : seconds for which the prefix cache keeps what the request leaves, longer than what
+        nobody holds: what a program that pauses will need. Not a lock.
     explain : report which KVs every head kept, not only how many.
     """
 
@@ -82,6 +84,7 @@ class CompressionSpec:
     reuse: str | None = None
     on_pressure: bool = False
     recompress_every: int = 0
+    hold_s: int = 0
     force: bool = False
     explain: bool = False
 
@@ -159,6 +162,7 @@ INTEGERS = {  # field: (min, max)
     "prefix_tokens": (0, 1 << 24),
     "question_tokens": (0, 1 << 24),
     "recompress_every": (0, 1 << 24),
+    "hold_s": (0, 86400),
 }
 SWITCHES = ("force", "explain")
 #: What `question` can be.

@@ -91,6 +91,7 @@ class World:
         self.model_config = ModelConfig.from_server_args(get_server_args())
         self.live: list[Req] = []
         self.started = 0
+        self.clock = 0.0  # seconds, when requests arrive
 
     def forward(self) -> contextlib.AbstractContextManager:
         """Around what a forward does to the pool."""
@@ -99,7 +100,8 @@ class World:
     def request(self, tokens: list[int], knob: dict | None, **sampling) -> Req:
         """A request that waits."""
         self.started += 1
-        params = SamplingParams(custom_params=knob and {"kv_compression": knob}, **sampling)
+        custom = knob and {"kv_compression": knob, "kv_cache_time": self.clock}
+        params = SamplingParams(custom_params=custom, **sampling)
         params.max_new_tokens = 128 if "max_new_tokens" not in sampling else params.max_new_tokens
         return Req(f"r{self.started}", "", array("q", tokens), params)
 
