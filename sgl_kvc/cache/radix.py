@@ -264,8 +264,8 @@ class CompressingRadixCache(SegmentRadixCache, PrefixCache):
     def relieve(self, reqs: Sequence[Req], promised: int, *, once: bool = False) -> bool:
         """Memory is short: compress, the oldest first, requests that have waited for that.
 
-        Until what is free besides `promised` is enough to compress into another time; so there is
-        always room for that.
+        Until what is free besides `promised` is enough for another step and to compress into, so
+        that there is always room for that.
 
         Parameters
         ----------
@@ -280,7 +280,7 @@ class CompressingRadixCache(SegmentRadixCache, PrefixCache):
         waiting, done = [req for req in reqs if Request.of(req).waits_for_pressure(req)], False
         self._promised = promised
         try:
-            while waiting and (once or self._is_short(waiting)):
+            while waiting and (once or self._is_short(waiting, len(reqs))):
                 done |= self._compress(waiting.pop(0))
                 if once and done:
                     break
@@ -288,9 +288,10 @@ class CompressingRadixCache(SegmentRadixCache, PrefixCache):
             self._promised = 0
         return done
 
-    def _is_short(self, waiting: Sequence[Req]) -> bool:
+    def _is_short(self, waiting: Sequence[Req], running: int) -> bool:
+        """Whether the step after the next could leave no room to compress one that waits."""
         extents = [extent for req in waiting if (extent := Request.of(req).extent) is not None]
-        reserve = max(extent.segment_blocks for extent in extents) * self.page_size
+        reserve = (running + max(extent.segment_blocks for extent in extents)) * self.page_size
         free = self.token_to_kv_pool_allocator.available_size() + self.evictable_size()
         return free < self._promised + reserve
 

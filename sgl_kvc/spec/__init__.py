@@ -5,7 +5,7 @@ rules as the engine. The gateway imports nothing else of ours.
 """
 
 from sgl_kvc.spec.catalogue import Method, Parameter, methods
-from sgl_kvc.spec.errors import CUSTOM_PARAM, PIN_PARAM, SpecError
+from sgl_kvc.spec.errors import CUSTOM_PARAM, PIN_PARAM, TIME_PARAM, SpecError
 from sgl_kvc.spec.extent import Extent
 from sgl_kvc.spec.parse import (
     CHOICES,

@@ -135,7 +135,7 @@ def test_what_it_saw_of_all_queries_is_remembered_whole(checked_lives):
 def test_what_does_not_go_with_it_is_refused(more, field):
     with pytest.raises(SpecError) as caught:
         parse({"on_pressure": 4, "policy": "kv-compress"} | more)
-    assert caught.value.field == field
+    assert caught.value.name == field
 
 
 def test_it_survives_json():
