@@ -35,6 +35,15 @@ class PrefixCache(Protocol):
     sharing: Sharing
     token_to_kv_pool_allocator: Any
 
+    def compress(self, req: Req) -> bool:
+        """Compress the prompt of `req`, whose scores are complete; whether that was done."""
+
+    def recompress(self, req: Req) -> None:
+        """Compress what `req` holds again, if that is due."""
+
+    def free_tokens(self) -> int:
+        """What is free or can be evicted."""
+
     def allocate(self, tokens: int) -> torch.Tensor | None:
         """Slots of `tokens` in whole blocks, evicted from the cache if need be: int64 [tokens].
 

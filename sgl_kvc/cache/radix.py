@@ -17,19 +17,20 @@ from __future__ import annotations
 import contextlib
 from array import array
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.common import evict_from_tree_cache, maybe_cache_unfinished_req
+from sglang.srt.mem_cache.common import evict_from_tree_cache
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from sgl_kvc.cache import continual
+from sgl_kvc.cache import continual, timing
 from sgl_kvc.cache.accounting import Compactions
 from sgl_kvc.cache.base import PrefixCache
 from sgl_kvc.cache.compaction import begin_reading, compress, empty_segment, install
-from sgl_kvc.cache.request import Request, decodes, shows_its_prompt
+from sgl_kvc.cache.request import Request, cannot_compress
 from sgl_kvc.cache.segment_tree import SegmentRadixCache
 from sgl_kvc.cache.sharing import Sharing
 from sgl_kvc.cache.states import StateCache
@@ -37,6 +38,7 @@ from sgl_kvc.cache.turns import compress_turn, prepare_turn
 from sgl_kvc.policy.scores import PromptScores
 from sgl_kvc.pool.arena import ArenaKVPool
 from sgl_kvc.pool.segment import Segment
+from sgl_kvc.pool.streams import behind
 from sgl_kvc.report import BlockSize, Report
 from sgl_kvc.spec import Extent
 
@@ -141,7 +143,7 @@ class CompressingRadixCache(SegmentRadixCache, PrefixCache):
                 return compressed
             if extent.compressed:
                 # Kept until the prefill begins: others' states may displace them before it.
-                request.known = self._known_states(req)
+                request.known = request.known_states(req, self.states)
                 known = request.known is not None
                 limit = extent.match_limit_with_states if known else extent.match_limit
                 limit = min(len(key), limit)
@@ -176,10 +178,10 @@ class CompressingRadixCache(SegmentRadixCache, PrefixCache):
         if extent is None or not due or len(req.prefix_indices) < extent.scored:
             super().cache_unfinished_req(req, chunked=chunked)
         if due:
-            self._remember_states(req)
+            request.remember_states(req, self.states)
             if not request.spec.on_pressure:
-                self._compress(req)
-            elif request.scores is not None:
+                self.compress(req)
+            elif isinstance(request.scores, PromptScores):
                 request.scores.settle()
             req.prefix_indices = self.row_slots(req)[:done].to(torch.int64, copy=True)
 
@@ -195,7 +197,7 @@ class CompressingRadixCache(SegmentRadixCache, PrefixCache):
                            0        begin        F                     length
         """
         request, row = Request.of(req), req.req_pool_idx
-        self._remember_states(req)
+        request.remember_states(req, self.states)
         segment, stored = request.segment, request.stored
         if request.goes_on and request.report is not None and segment is not None:
             request.report.note_peak(req.kv.kv_allocated_len - segment.row_begin + segment.begin)
@@ -205,12 +207,10 @@ class CompressingRadixCache(SegmentRadixCache, PrefixCache):
         request.retract()
         hold_s = request.spec.hold_s if is_insert else 0
         if stored is not None:
-            self.finish_behind(req, stored, kv_len_to_handle, insert=is_insert, hold_s=hold_s)
-            return
+            return self.finish_behind(req, stored, kv_len_to_handle, is_insert, hold_s)
         if segment is None:
             super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
-            self._hold(req, kv_len_to_handle, hold_s)
-            return
+            return self._hold(req, kv_len_to_handle, hold_s)
         # All at once: SGLang may want to keep less than was decoded (--strip-thinking-cache) and
         # would free the rest by position, whatever lies there.
         end = req.kv.kv_allocated_len
@@ -218,7 +218,7 @@ class CompressingRadixCache(SegmentRadixCache, PrefixCache):
         self.token_to_kv_pool_allocator.free_segment(owned, start_pos=segment.row_begin)
         req.kv.kv_allocated_len = kv_len_to_handle
         self.dec_lock_ref(req.last_node)
-        self._hold(req, kv_len_to_handle, hold_s)
+        return self._hold(req, kv_len_to_handle, hold_s)
 
     def take_released(self) -> bool:
         """Whether compression has freed memory since this was last asked."""
@@ -228,72 +228,37 @@ class CompressingRadixCache(SegmentRadixCache, PrefixCache):
     # ----------------------------------------------------------------------- compression
 
     def compress_due(self, reqs: Sequence[Req], promised: int) -> None:
-        """Before a decode step: compress prompts, or what requests hold again, where it is due.
+        """Before a decode step: compress what is due (`timing.compress_due`).
 
         Parameters
         ----------
         promised : tokens of whole blocks that this step will take; they are left alone.
         """
-        self._promised = promised
+        with self._promise(promised):
+            timing.compress_due(self, reqs)
+
+    def relieve(self, reqs: Sequence[Req], promised: int, *, once: bool = False) -> bool:
+        """Memory is short: compress requests that have waited for that (`timing.relieve`)."""
+        with self._promise(promised):
+            return timing.relieve(self, reqs, promised, once=once)
+
+    @contextlib.contextmanager
+    def _promise(self, tokens: int) -> Iterator[None]:
+        self._promised = tokens
         try:
-            for req in reqs:
-                self._compress_if_due(req)
+            yield
         finally:
             self._promised = 0
 
-    def _compress_if_due(self, req: Req) -> None:
-        request = Request.of(req)
-        if request.segment is not None:
-            if request.goes_on:
-                with self.compactions.timed():
-                    self._released |= continual.recompress(self, req)
-        elif request.spec.on_pressure:
-            return
-        elif request.extent is not None and request.extent.compressed and decodes(req):
-            if len(req.prefix_indices) >= request.extent.scored:  # there was no room before
-                self._compress(req)
-            else:
-                maybe_cache_unfinished_req(req, self)
+    def recompress(self, req: Req) -> None:
+        with self.compactions.timed():
+            self._released |= continual.recompress(self, req)
 
-    def _compress(self, req: Req) -> bool:
+    def compress(self, req: Req) -> bool:
         with self.compactions.timed():
             done = compress(self, req)
         self._released |= done
         return done
-
-    def relieve(self, reqs: Sequence[Req], promised: int, *, once: bool = False) -> bool:
-        """Memory is short: compress, the oldest first, requests that have waited for that.
-
-        Until what is free besides `promised` is enough for another step and to compress into, so
-        that there is always room for that.
-
-        Parameters
-        ----------
-        reqs : those that run.
-        promised : tokens of whole blocks that the next decode step will take.
-        once : compress one, whatever is free.
-
-        Returns
-        -------
-        done : whether one was compressed.
-        """
-        waiting, done = [req for req in reqs if Request.of(req).waits_for_pressure(req)], False
-        self._promised = promised
-        try:
-            while waiting and (once or self._is_short(waiting, len(reqs))):
-                done |= self._compress(waiting.pop(0))
-                if once and done:
-                    break
-        finally:
-            self._promised = 0
-        return done
-
-    def _is_short(self, waiting: Sequence[Req], running: int) -> bool:
-        """Whether the step after the next could leave no room to compress one that waits."""
-        extents = [extent for req in waiting if (extent := Request.of(req).extent) is not None]
-        reserve = (running + max(extent.segment_blocks for extent in extents)) * self.page_size
-        free = self.token_to_kv_pool_allocator.available_size() + self.evictable_size()
-        return free < self._promised + reserve
 
     def point_row(self, req: Req, segment: Segment) -> None:
         row_slots = self.row_slots(req)
@@ -302,31 +267,22 @@ class CompressingRadixCache(SegmentRadixCache, PrefixCache):
         self.pool.spans.install(req.req_pool_idx, segment)
 
     def hold_only(self, req: Req, tokens: int) -> None:
-        node = self.root_node
-        if tokens:
-            key = RadixKey(Request.of(req).prompt(req), req.extra_key, limit=tokens)
-            node = super().match_prefix(MatchPrefixParams(key=key)).last_device_node
+        key = RadixKey(Request.of(req).prompt(req), req.extra_key, limit=tokens)
+        params = MatchPrefixParams(key=key)
+        node = super().match_prefix(params).last_device_node if tokens else self.root_node
         self.lock_instead(req, node)
 
+    def free_tokens(self) -> int:
+        return self.token_to_kv_pool_allocator.available_size() + self.evictable_size()
+
     def allocate(self, tokens: int) -> torch.Tensor | None:
-        allocator = self.token_to_kv_pool_allocator
-        if allocator.available_size() + self.evictable_size() < tokens + self._promised:
+        if self.free_tokens() < tokens + self._promised:
             return None
         evict_from_tree_cache(self, tokens)
-        return allocator.alloc(tokens)
+        return self.token_to_kv_pool_allocator.alloc(tokens)
 
-    @contextlib.contextmanager
-    def behind_forward(self, *used: torch.Tensor) -> Iterator[None]:
-        if self.stream is None:
-            yield
-            return
-        scheduling = torch.cuda.current_stream()
-        self.stream.wait_stream(scheduling)
-        with torch.cuda.stream(self.stream):
-            yield
-        for tensor in used:
-            tensor.record_stream(self.stream)
-        scheduling.wait_stream(self.stream)  # rows are read there
+    def behind_forward(self, *used: torch.Tensor) -> AbstractContextManager[None]:
+        return behind(self.stream, *used)
 
     # --------------------------------------------------------------------------- helpers
 
@@ -334,27 +290,10 @@ class CompressingRadixCache(SegmentRadixCache, PrefixCache):
         """Hold what the tree has of the first `length` tokens of `req`."""
         if seconds:
             tokens = array("q", (req.origin_input_ids + req.output_ids)[:length])
-            key = RadixKey(tokens, req.extra_key)
-            found = super().match_prefix(MatchPrefixParams(key=key))
-            self.holds.hold(found.last_device_node, seconds)
+            params = MatchPrefixParams(key=RadixKey(tokens, req.extra_key))
+            self.holds.hold(super().match_prefix(params).last_device_node, seconds)
 
     def _extent(self, req: Req) -> Extent:
-        request, unable = Request.of(req), None
-        if self.disable:
-            unable = "the server's prefix cache is disabled"
-        elif req.session is not None:
-            unable = "the request belongs to a session"
-        elif not (decodes(req) or request.spec.question_tokens or shows_its_prompt(req)):
-            unable = "no token is decoded after the first one, so nothing would read what is kept"
+        request = Request.of(req)
+        unable = cannot_compress(req, cached=not self.disable)
         return request.measure(req, self.page_size, unable, self.pool.facts)
-
-    def _known_states(self, req: Req) -> list | None:
-        request = Request.of(req)
-        return self.states.get(request.states_key(req)) if request.spec.all_queries else None
-
-    def _remember_states(self, req: Req) -> None:
-        """What the scorer has seen of the prompt, for others of the same prompt."""
-        request = Request.of(req)
-        scores = request.scores
-        if request.spec.all_queries and scores is not None and scores.complete and scores.states:
-            self.states.put(request.states_key(req), scores.states)

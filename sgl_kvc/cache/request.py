@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from sgl_kvc.cache.digests import chained_digests
 from sgl_kvc.cache.held_scores import HeldScores
 from sgl_kvc.cache.segments import Namespace, StoredSegment
+from sgl_kvc.cache.states import StateCache
 from sgl_kvc.policy.base import ModelFacts
 from sgl_kvc.policy.scores import PromptScores
 from sgl_kvc.pool.segment import Segment
@@ -204,6 +205,16 @@ class Request:
             self._states_key = (scored, (scored, digest, req.extra_key, *scorer))
         return self._states_key[1]
 
+    def known_states(self, req: Req, states: StateCache) -> list[Any] | None:
+        """What is remembered of what its scorer saw of this prompt."""
+        return states.get(self.states_key(req)) if self.spec.all_queries else None
+
+    def remember_states(self, req: Req, states: StateCache) -> None:
+        """What the scorer has seen of the prompt, for others of the same prompt."""
+        scores = self.scores
+        if self.spec.all_queries and scores is not None and scores.complete and scores.states:
+            states.put(self.states_key(req), scores.states)
+
     def retract(self) -> None:
         """Forget everything that belongs to memory the request no longer holds."""
         self.row = self.extent = self.scores = self.known = self.states = self.segment = None
@@ -231,3 +242,20 @@ def shows_its_prompt(req: Req) -> bool:
     SGLang sends such a request before the copies of ``n > 1``; they will find the states.
     """
     return req.sampling_params.max_new_tokens == 0 and Request.of(req).spec.all_queries
+
+
+def cannot_compress(req: Req, *, cached: bool) -> str | None:
+    """Why no knob could have `req` compressed, in a sentence; None if one could.
+
+    Parameters
+    ----------
+    cached : whether the server's prefix cache is on.
+    """
+    if not cached:
+        return "the server's prefix cache is disabled"
+    if req.session is not None:
+        return "the request belongs to a session"
+    apart = Request.of(req).spec.question_tokens
+    if not (decodes(req) or apart or shows_its_prompt(req)):
+        return "no token is decoded after the first one, so nothing would read what is kept"
+    return None

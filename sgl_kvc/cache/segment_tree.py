@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import InsertParams, MatchPrefixParams, MatchResult
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.mem_cache.evict_policy import EvictionStrategy
 from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey, TreeNode
 
 from sgl_kvc.cache.holds import Holds
@@ -43,12 +44,14 @@ class SegmentRadixCache(RadixCache):
     """
 
     block: BlockSize
+    eviction_strategy: EvictionStrategy
 
     def __init__(self, params: CacheInitParams):
         self.segments = SegmentStore(params.page_size)
         self.pins = Pins(self)
         super().__init__(params)
-        self.eviction_strategy = self.holds = Holds(self.eviction_strategy)
+        self.holds = Holds(self.eviction_strategy)
+        self.eviction_strategy = self.holds
 
     def reset(self) -> None:
         """Forget the tree and its segments."""
@@ -191,7 +194,7 @@ class SegmentRadixCache(RadixCache):
         req.prefix_indices = row[: len(tokens)].to(torch.int64, copy=True)
 
     def finish_behind(
-        self, req: Req, stored: StoredSegment, length: int, *, insert: bool, hold_s: int = 0
+        self, req: Req, stored: StoredSegment, length: int, insert: bool, hold_s: int
     ) -> None:
         """`req` ends: its tokens become the tree's or are freed; as SGLang's `cache_finished_req`.
 

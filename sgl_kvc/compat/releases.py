@@ -24,7 +24,8 @@ from sgl_kvc.compat import (
     segments,
 )
 from sgl_kvc.compat.hook import Hook, IncompatibleError
-from sgl_kvc.compat.symbols import SYMBOLS, Uses
+from sgl_kvc.compat.symbols import SYMBOLS
+from sgl_kvc.compat.uses import Uses
 
 #: What every release has, unless its row says otherwise.
 HOOKS = (

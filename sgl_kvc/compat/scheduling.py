@@ -9,6 +9,7 @@ import torch
 
 from sgl_kvc.compat import BACKEND
 from sgl_kvc.compat.hook import Hook
+from sgl_kvc.compat.segments import make_way
 from sgl_kvc.spec import CUSTOM_PARAM
 
 logger = logging.getLogger(__name__)
@@ -66,20 +67,23 @@ def relieve_decode(original, batch, selected_indices=None) -> bool:
     return original(batch, selected_indices)
 
 
-def relieve_queue(result: Any, scheduler, *_args: Any, **_kwargs: Any) -> None:
-    """``Scheduler._get_new_batch_prefill_raw``: compress who allows it before anybody waits.
+def let_in(result: Any, scheduler, *_args: Any, **_kwargs: Any) -> None:
+    """``Scheduler._get_new_batch_prefill_raw``: where nobody who waits could enter, make room.
 
-    One in every step in which nobody who waits could enter.
+    Requests that allow it are compressed, one in every step. Where nothing runs, what is pinned
+    gives way.
     """
     batch, running = result
-    relieve = getattr(scheduler.tree_cache, "relieve", None)
-    if batch is not None or relieve is None or running.is_empty() or not scheduler.waiting_queue:
+    cache = scheduler.tree_cache
+    if batch is not None or not scheduler.waiting_queue or not hasattr(cache, "relieve"):
         return
-    if scheduler.get_num_allocatable_reqs(running.batch_size()) <= 0:
-        return
-    promised = running.new_tokens_required_next_decode()
-    if relieve(running.reqs, promised, once=True):
-        running.batch_is_full = False
+    if not running.is_empty():
+        free_rows = scheduler.get_num_allocatable_reqs(running.batch_size())
+        promised = running.new_tokens_required_next_decode()
+        if free_rows > 0 and cache.relieve(running.reqs, promised, once=True):
+            running.batch_is_full = False
+    elif scheduler.chunked_req is None:
+        make_way(running, cache)
 
 
 def stop_at_cut(original, adder, req, **kwargs: Any) -> Any:
@@ -193,8 +197,9 @@ HOOKS = (
     Hook(
         f"{_SCHEDULER}._get_new_batch_prefill_raw",
         "AFTER",
-        relieve_queue,
-        "who waits for memory waits until a request has ended",
+        let_in,
+        "who waits for memory waits until a request has ended; SGLang takes for granted that an "
+        "empty batch has the whole pool",
     ),
     *(
         Hook(

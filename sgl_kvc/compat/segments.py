@@ -41,17 +41,12 @@ def release_segment(original, scheduler, request) -> Any:
     return SetInternalStateReqOutput(updated=all(done))
 
 
-def make_way(result: Any, scheduler, *_args: Any, **_kwargs: Any) -> None:
-    """``Scheduler._get_new_batch_prefill_raw``: pins give way to who would wait for ever.
+def make_way(running, cache) -> None:
+    """Nothing runs, and nobody who waits could enter: release what was pinned first.
 
-    Requests may be as long as the pool. Where nothing runs, and none that waits could enter, the
-    segment that was pinned first is released.
+    Requests may be as long as the pool, and would wait for ever. `running` may be filled again.
     """
-    batch, running = result
-    idle = batch is None and running.is_empty() and scheduler.chunked_req is None
-    if not idle or not scheduler.waiting_queue or not hasattr(scheduler.tree_cache, "pins"):
-        return
-    name = scheduler.tree_cache.pins.release_oldest()
+    name = cache.pins.release_oldest()
     if name is not None:
         running.batch_is_full = False
         logger.warning("released the pinned segment %s: a request does not fit beside it", name)
@@ -64,6 +59,4 @@ HOOKS = (
          "no message of SGLang's carries what a prefix cache holds"),
     Hook(f"{_SCHEDULER}.set_internal_state", "AROUND", release_segment,
          "no message of SGLang's releases an entry of its prefix cache"),
-    Hook(f"{_SCHEDULER}._get_new_batch_prefill_raw", "AFTER", make_way,
-         "SGLang takes for granted that an empty batch has the whole pool"),
 )

@@ -5,26 +5,23 @@ rules as the engine. The gateway imports nothing else of ours.
 """
 
 from sgl_kvc.spec.catalogue import Method, Parameter, methods
-from sgl_kvc.spec.errors import CUSTOM_PARAM, PIN_PARAM, TIME_PARAM, SpecError
-from sgl_kvc.spec.extent import Extent
-from sgl_kvc.spec.parse import (
+from sgl_kvc.spec.compression import (
     CHOICES,
     FIELDS,
     INTEGERS,
     LAST_MESSAGE,
     MAX_RATE,
-    MIN_RECENT,
-    OFF,
     ON_PRESSURE,
     SWITCHES,
     CompressionSpec,
-    parse,
-    parse_rate,
-    policy_parameters,
 )
+from sgl_kvc.spec.errors import CUSTOM_PARAM, PIN_PARAM, TIME_PARAM, SpecError
+from sgl_kvc.spec.extent import Extent
+from sgl_kvc.spec.parse import OFF, parse, parse_rate, policy_parameters
 from sgl_kvc.spec.presets import (
     DEFAULT_POLICY,
     DEFAULT_QUESTION_APART,
+    MIN_RECENT,
     PRESETS,
     Preset,
     default_policy,

@@ -15,7 +15,8 @@ import pytest
 import sgl_kvc
 from sgl_kvc.compat.check import check_symbols, has
 from sgl_kvc.compat.hook import IncompatibleError
-from sgl_kvc.compat.symbols import FRONTEND, SYMBOLS, Uses
+from sgl_kvc.compat.symbols import FRONTEND, SYMBOLS
+from sgl_kvc.compat.uses import Uses
 
 ROOT = Path(sgl_kvc.__file__).parent
 MODULES = [
