@@ -3,14 +3,17 @@
     python -m bench.agents --agents 20 --fit 5 --rounds 3 --out bench/results/agents.json
 
 Every agent has a context of its own, asks, waits as for a tool, and asks again with what it was
-told. By turns on one server: with `hold_s`, and without. The embedded model; compare ratios.
+told. Beside them other prompts come that nobody asks again. By turns on one server: with `hold_s`,
+and without. The embedded model; compare ratios.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -42,14 +45,28 @@ def agent(server: Server, name: str, steps: int, pause: float, knob: dict[str, A
     return hits
 
 
+def noise(server: Server, name: str, over: threading.Event) -> None:
+    """Prompts one after the other, each another one."""
+    for number in itertools.count():
+        if over.is_set():
+            return
+        ids = Random(f"noise {name} {number}").choices(range(10, VOCABULARY), k=CONTEXT)
+        with server.client(timeout=600) as client:
+            client.post("/generate", json=generate_body(ids, max_new_tokens=1)).raise_for_status()
+
+
 def run(server: Server, name: str, args: argparse.Namespace, knob: dict[str, Any]) -> dict:
-    begin = time.perf_counter()
+    begin, over = time.perf_counter(), threading.Event()
+    other = threading.Thread(target=noise, args=(server, name, over))
+    other.start()
     with ThreadPoolExecutor(args.agents) as pool:
         hits = list(pool.map(
             lambda i: agent(server, f"{name} {i}", args.steps, args.pause, knob),
             range(args.agents),
         ))  # fmt: skip
     seconds = time.perf_counter() - begin
+    over.set()
+    other.join()
     with server.client() as client:
         client.post("/flush_cache", params={"timeout": 10}).raise_for_status()
     by_step = [round(statistics.mean(step), 3) for step in zip(*hits, strict=True)]
