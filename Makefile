@@ -66,9 +66,11 @@ eval-lm: install  ## the same on SmolLM2, in natural text: bench/results/quality
 recall: install  ## train the embedded model again, into build/recall
 	$(BIN)/python -m kvc_recall.train --out build/recall
 
-lock: install  ## write the versions in .venv to requirements.lock
+lock: install  ## write the versions in .venv to requirements.lock, the gateway's apart
 	{ head -2 requirements.lock; $(BIN)/python -m pip freeze --exclude sgl-kvc --exclude kvpress; } > .lock
 	mv .lock requirements.lock
+	$(BIN)/python deploy/lock_gateway.py > .lock
+	mv .lock requirements-gateway.lock
 
 clean:
 	rm -rf .venv build
