@@ -58,9 +58,9 @@ ARG PIP_ARGS=""
 COPY requirements.lock pyproject.toml /tmp/sgl-kvc/
 COPY deploy/dependencies.py /tmp/sgl-kvc/deploy/
 RUN python3 -m venv /opt/venv \
- && cd /tmp/sgl-kvc && python3 deploy/dependencies.py > /tmp/wanted.txt \
+ && python3 /tmp/sgl-kvc/deploy/dependencies.py > /tmp/wanted.txt \
  && /opt/venv/bin/python -m pip install --no-cache-dir --disable-pip-version-check ${PIP_ARGS} \
-        --constraint requirements.lock -r /tmp/wanted.txt setuptools==80.9.0 \
+        --constraint /tmp/sgl-kvc/requirements.lock -r /tmp/wanted.txt setuptools==80.9.0 \
  && rm -rf /tmp/wanted.txt /tmp/sgl-kvc
 
 FROM worker-base AS worker
