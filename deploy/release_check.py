@@ -73,19 +73,22 @@ def main() -> int:
 def same_version() -> str:
     """The version, which code, changelog, chart, compose files agree in. Raises NotReady."""
 
-    def found(path: str, pattern: str) -> set[str]:
-        return set(re.findall(pattern, (ROOT / path).read_text(), re.MULTILINE))
+    def found(path: str, pattern: str) -> list[str]:
+        return re.findall(pattern, (ROOT / path).read_text(), re.MULTILINE)
+
+    chart = "deploy/helm/sgl-kvc/Chart.yaml"
 
     told = {
         "sgl_kvc/__init__.py": found("sgl_kvc/__init__.py", r'^__version__ = "(.+)"$'),
-        "CHANGELOG.md": set(re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.M)[:1]),
-        "Chart.yaml": found("deploy/helm/sgl-kvc/Chart.yaml", r'^(?:version|appVersion): "?([^"\n]+)'),
+        "CHANGELOG.md": found("CHANGELOG.md", r"^## (\S+)")[:1],
+        "Chart.yaml": found(chart, r'^(?:version|appVersion): "?([^"\n]+)'),
         "compose.yaml": found("deploy/compose.yaml", r"image: sgl-kvc-\w+:(.+)$"),
         "compose.gpu.yaml": found("deploy/compose.gpu.yaml", r"image: sgl-kvc-\w+:(.+)$"),
     }
-    if len(set.union(*told.values())) != 1 or not all(told.values()):
+    versions = {version for each in told.values() for version in each}
+    if len(versions) != 1 or not all(told.values()):
         raise NotReady(f"versions differ: {told}")
-    return next(iter(told["sgl_kvc/__init__.py"]))
+    return versions.pop()
 
 
 def build() -> tuple[Path, Path]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -71,7 +73,7 @@ def test_kubernetes_knows_them(manifests: tuple[Manifest, ...]) -> None:
                 validate(body, KUBERNETES, strict=True)
 
 
-def kubernetes_validate():  # noqa: ANN201
+def kubernetes_validate() -> Callable[..., Any]:
     if not (TOOLS / "python").is_dir():
         pytest.skip("no kubernetes-validate: make deploy-tools")
     sys.path.append(str(TOOLS / "python"))
@@ -92,14 +94,14 @@ def test_every_selector_finds_one_workload(manifests: tuple[Manifest, ...]) -> N
     looked = 0
     for each in manifests:
         spec = each.get("spec", {})
-        if each["kind"] in WORKLOADS and "selector" in spec or each["kind"] == "PodDisruptionBudget":
-            labels = spec["selector"]["matchLabels"]
-        elif each["kind"] == "Service":
+        if each["kind"] == "Service":
             labels = spec["selector"]
-        elif each["kind"] == "InferencePool":
-            labels = spec["selector"]["matchLabels"]
         elif each["kind"] == "NetworkPolicy":
             labels = spec["podSelector"]["matchLabels"]
+        elif each["kind"] in (*WORKLOADS, "PodDisruptionBudget", "InferencePool"):
+            if "selector" not in spec:  # a LeaderWorkerSet labels its pods itself
+                continue
+            labels = spec["selector"]["matchLabels"]
         else:
             continue
         looked += 1
@@ -208,7 +210,10 @@ def test_compose_scrapes_as_the_chart_does() -> None:
         (endpoint,) = monitor["spec"]["endpoints"]
         job = ours[monitor["spec"]["selector"]["matchLabels"]["sgl-kvc/job"]]
         theirs = [
-            {"source_labels": rule["sourceLabels"], "regex": rule["regex"], "action": rule["action"]}
+            {
+                {"sourceLabels": "source_labels"}.get(name, name): value
+                for name, value in rule.items()
+            }
             for rule in endpoint.get("metricRelabelings", [])
         ]
         assert job.get("metric_relabel_configs", []) == theirs

@@ -1,7 +1,7 @@
 """Prometheus scrapes a gateway and a worker as in the chart, and every query finds something.
 
-A query that matches nothing fails nobody: the panel stays empty, the alert silent, and the autoscaler
-at its least.
+A query that matches nothing fails nobody: the panel stays empty, the alert silent, and the
+autoscaler at its least.
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ import math
 import re
 import subprocess
 import time
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Callable, Iterator
 
 import httpx
 import pytest
@@ -131,7 +130,7 @@ def load(front: Gateway) -> None:
         assert httpx.post(url, json=body, headers=headers, timeout=60).status_code == 200
 
 
-def wait(condition, front: Gateway, within_s: float = 60) -> None:  # noqa: ANN001
+def wait(condition: Callable[[], bool], front: Gateway, within_s: float = 60) -> None:
     deadline = time.monotonic() + within_s
     while True:
         try:
