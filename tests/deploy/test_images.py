@@ -45,18 +45,20 @@ def test_the_gateways_lock_is_made_from_the_lock() -> None:
 def test_the_gateway_imports_nothing_that_its_lock_lacks() -> None:
     """As in its image: of ours `sgl_kvc`, `kvc_server` and `kvc_eval`, of others what is locked."""
     names = set(locked("requirements-gateway.lock"))
-    modules = {
+    refused = {
         module
         for module, packages in metadata.packages_distributions().items()
-        if any(canonicalize_name(package) in names for package in packages)
-    }
+        if not any(canonicalize_name(package) in names for package in packages)
+    } | {"kvc_kernels", "kvc_recall", "kvc_smollm2"}
+    refused -= {"sgl_kvc", "kvc_server", "kvc_eval"}
+    assert {"torch", "sglang", "numpy"} <= refused
     program = f"""
 import importlib.abc, sys
-ALLOWED = {modules | {"sgl_kvc", "kvc_server", "kvc_eval"}!r} | sys.stdlib_module_names
+REFUSED = {refused!r}
 class Refuse(importlib.abc.MetaPathFinder):
     def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] not in ALLOWED:
-            raise ImportError(f"{{name}} is not in the image")
+        if name.partition(".")[0] in REFUSED:
+            raise ModuleNotFoundError(f"{{name}} is not in the image")
 sys.meta_path.insert(0, Refuse())
 import kvc_server.plan_report, kvc_server.serve, kvc_server.policies_report, kvc_server.key_command
 from kvc_server import tracing
