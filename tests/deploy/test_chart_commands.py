@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 
 import httpx
 import pytest
@@ -52,11 +53,11 @@ def test_gateways_take_their_arguments(manifests: tuple[Manifest, ...]) -> None:
 def test_every_value_of_the_gateway_arrives() -> None:
     sets = {
         "defaultRate": 3.5, "maxRate": 99, "maxInFlight": 1000000, "drainSeconds": 77, "port": 8123,
-        "policies[0]": "kv-compress", "policies[1]": "knorm+uniform", "keys.existingSecret": "a",
-        "corsOrigins[0]": "https://app.example", "accessLog": "true",
-        "workerUrl": "http://elsewhere:1", "extraArgs[0]": "--max-window=64",
+        "policies": ["kv-compress", "knorm+uniform"], "keys": {"existingSecret": "a"},
+        "corsOrigins": ["https://app.example"], "accessLog": True,
+        "workerUrl": "http://elsewhere:1", "extraArgs": ["--max-window=64"],
     }  # fmt: skip
-    words = [word for name, value in sets.items() for word in ("--set", f"gateway.{name}={value}")]
+    words = ("--set-json", f"gateway={json.dumps(sets)}")
     ((_, pod),) = [each for each in all_pods(rendered("", *words)) if each[0] == "gateway"]
     options = build_parser().parse_args(container(pod)["args"])
     settings = settings_of(options, ())

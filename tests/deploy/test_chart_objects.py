@@ -210,10 +210,7 @@ def test_compose_scrapes_as_the_chart_does() -> None:
         (endpoint,) = monitor["spec"]["endpoints"]
         job = ours[monitor["spec"]["selector"]["matchLabels"]["sgl-kvc/job"]]
         theirs = [
-            {
-                {"sourceLabels": "source_labels"}.get(name, name): value
-                for name, value in rule.items()
-            }
+            {name.replace("Label", "_label"): value for name, value in rule.items()}
             for rule in endpoint.get("metricRelabelings", [])
         ]
         assert job.get("metric_relabel_configs", []) == theirs
