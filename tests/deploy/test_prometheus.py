@@ -183,7 +183,7 @@ QUERIES = [target["expr"] for panel in BOARD["panels"] for target in panel["targ
 
 @pytest.mark.parametrize("query", QUERIES)
 def test_every_panel_shows_something(prometheus: Prometheus, query: str) -> None:
-    assert prometheus.found(query.replace("$__rate_interval", "1m"))
+    assert prometheus.found(query.replace("$__rate_interval", "10m"))
 
 
 @pytest.mark.skipif(HELM is None, reason="no helm: make deploy-tools")
