@@ -8,6 +8,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from kvc_server.record import Record
+from kvc_server.routes import GENERATING
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _TOKEN_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
@@ -56,6 +57,8 @@ class Metrics:
             "kvc_broken_streams", "Streams that ended in an error event.",
             ["endpoint"], registry=registry,
         )  # fmt: skip
+        for path in GENERATING:  # from 0 on: of a first sample Prometheus sees no increase
+            self.broken_streams.labels(path)
         self.kv_bytes = Counter(
             "kvc_kv_bytes", "KV bytes of served requests, before and after compression.",
             ["when"], registry=registry,

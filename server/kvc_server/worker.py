@@ -65,8 +65,9 @@ class RemoteWorker:
 
     def __init__(self, url: str, client: httpx.AsyncClient, watch: Watch):
         self._url = url.rstrip("/")
-        self.key = os.environ.get(WORKER_KEYS["api_key"])
-        self.admin_key = os.environ.get(WORKER_KEYS["admin_api_key"], self.key)
+        # empty is none, as for the worker
+        self.key = os.environ.get(WORKER_KEYS["api_key"]) or None
+        self.admin_key = os.environ.get(WORKER_KEYS["admin_api_key"]) or self.key
         self._probe = Probe(client, self._url, watch)
         self._task: asyncio.Task[None] | None = None
 
