@@ -5,6 +5,7 @@ rules as the engine. The gateway imports nothing else of ours.
 """
 
 from sgl_kvc.spec.catalogue import Method, Parameter, methods
+from sgl_kvc.spec.digests import chained_digests
 from sgl_kvc.spec.errors import CUSTOM_PARAM, PIN_PARAM, SpecError
 from sgl_kvc.spec.extent import Extent
 from sgl_kvc.spec.parse import (
@@ -27,7 +28,7 @@ from sgl_kvc.spec.presets import (
     Preset,
     default_policy,
 )
-from sgl_kvc.spec.wire import KNOB_HEADER, NAMESPACE_HEADER, WORKER_KEYS
+from sgl_kvc.spec.wire import KNOB_HEADER, NAMESPACE_HEADER, WORKER_KEYS, routed
 
 __all__ = [
     "CUSTOM_PARAM",
@@ -51,9 +52,11 @@ __all__ = [
     "Parameter",
     "Preset",
     "SpecError",
+    "chained_digests",
     "default_policy",
     "methods",
     "parse",
     "parse_rate",
     "policy_parameters",
+    "routed",
 ]
