@@ -129,7 +129,7 @@ class Memory:
     def _fits(self, footprint: Footprint, pool: Pool, more: int = 0) -> bool:
         """Whether there is room for it, and for so many `more` like it."""
         new = sum(size for what, size in footprint.shared.items() if what not in self._readers)
-        need = self.held + new + (1 + more) * footprint.own + footprint.prefill
+        need = self.held + (1 + more) * (footprint.own + new) + footprint.prefill
         return need <= pool.blocks or not (self._claims or more)
 
     def _choice(self, asked: Asked, pool: Pool) -> Claim | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvc_server.footprint import Asked, Prompt
 
@@ -50,6 +50,7 @@ def test_tokens_that_are_not_known_are_not_shared() -> None:
     assert (unknown.own, unknown.shared) == (64, {})
 
 
+@settings(deadline=None)
 @given(
     length=st.integers(0, 4000), answer=st.integers(0, 500), rate=st.sampled_from([1, 1.5, 4]),
     most=st.sampled_from([4.0, 16.0, 100.0]),

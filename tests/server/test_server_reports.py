@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvc_server.events import Rewriter
 from kvc_server.knob import place, settle
@@ -88,6 +88,7 @@ def test_a_worker_without_reports_is_told_of() -> None:
     play(scenario)
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_however_a_stream_is_cut(data: st.DataObject) -> None:
     events = [b'data: {"choices": [1]}', b'data: {"error": {"message": "x", "code": 500}}',
