@@ -177,6 +177,9 @@ class Documents:
 
     async def _json(self, path: str, content: dict[str, Any] | None = None) -> Any:
         answer = await self._ask(path, None if content is None else json.dumps(content).encode())
+        if answer.status_code == 404 and path == routes.SERVER_INFO:
+            told = "documents are kept by one worker, not behind a router"
+            raise ApiError(501, told, code="behind_a_router")
         if answer.status_code != 200:
             raise from_worker(answer.status_code, answer.content, answer.headers)
         with _told():

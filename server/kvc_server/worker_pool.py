@@ -53,12 +53,23 @@ class WorkerPool:
     async def _look(self) -> None:
         try:
             answer = await self._ask(routes.SERVER_INFO, None)
-            self._told = _read(answer.json())
+            if answer.status_code == 200:
+                self._told = _read(answer.json())
+            else:
+                self._told = await self._behind_router()
         except (ApiError, httpx.HTTPError, ValueError, TypeError, LookupError) as error:
             log.warning("the worker does not tell its KV pool: %r", error)
         finally:
             self._asked = time.monotonic()
             self._asking = None
+
+    async def _behind_router(self) -> WorkerMemory:
+        """Of a router's workers together, which are taken to be alike."""
+        answer = await self._ask(routes.ROUTED_SERVER_INFO, None)
+        one = _read(answer.json())
+        workers = (await self._ask(routes.ROUTED_WORKERS, None)).json()["workers"]
+        pool = dataclasses.replace(one.pool, blocks=one.pool.blocks * max(1, len(workers)))
+        return dataclasses.replace(one, pool=pool)
 
 
 def _read(info: dict) -> WorkerMemory:

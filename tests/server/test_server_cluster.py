@@ -1,4 +1,4 @@
-"""Gateway, SGLang's own router and two workers: the knob arrives, and a lost worker loses little."""
+"""Gateway, SGLang's own router, two workers: the knob arrives, and a lost worker loses little."""
 
 from __future__ import annotations
 

@@ -236,9 +236,7 @@ def test_a_worker_that_does_not_tell_is_not_waited_for() -> None:
     play(scenario, room=Waiting(0.1, 0))
 
 
-async def until(
-    client: httpx.AsyncClient, name: str, label: str | None, value: float
-) -> None:
+async def until(client: httpx.AsyncClient, name: str, label: str | None, value: float) -> None:
     """Wait until a gauge of the gateway's says so; what the worker answers stays as it is."""
     while True:
         text = (await client.get("/metrics")).text
