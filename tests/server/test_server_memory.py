@@ -87,6 +87,25 @@ def test_claims_never_leak_and_never_exceed_the_pool(steps: list[tuple]) -> None
     asyncio.run(live())
 
 
+def test_who_is_cancelled_just_after_being_let_in_holds_nothing() -> None:
+    async def live() -> None:
+        memory = Memory(Waiting())
+        first = await memory.admit(asked(30 * PAGE), POOL)
+        second, third = (
+            asyncio.create_task(memory.admit(asked(30 * PAGE), POOL)) for _ in range(2)
+        )
+        await turn()
+        memory.release(first)
+        second.cancel()  # before it has run again
+        await turn()
+        assert second.cancelled()
+        assert (memory.admitted, memory.held) == (1, 31)
+        memory.release(third.result())
+        assert memory.held == 0
+
+    asyncio.run(live())
+
+
 def test_nobody_waits_without_need() -> None:
     """Whoever is first in line is let in as soon as there is room."""
 
