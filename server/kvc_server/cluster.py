@@ -33,9 +33,8 @@ def router_program(workers: list[str], package: str | None = None) -> Program:
         told = " or ".join(name.replace("_", "-") for name in names)
         raise SettingsError(f"the router is not installed: pip install {told}")
     with reserved_port() as metrics:
-        own = ("--host", "127.0.0.1", "--prometheus-host", "127.0.0.1")
-        own += ("--prometheus-port", str(metrics))
-    arguments = (*own, "--worker-urls", *workers)
+        own = ("--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics))
+    arguments = ("--host", "127.0.0.1", *own, "--worker-urls", *workers)
     return Program(("-m", ROUTERS[found[0]]), arguments, ready="/readiness", stop_s=_STOP_S)
 
 
