@@ -32,7 +32,7 @@ def test_five_hundred_streams_lose_nothing() -> None:
         assert {answer.status_code for answer in answers} == {200}
         assert {answer.content for answer in answers} == {whole}
 
-    play(scenario)
+    play(scenario, connect_timeout=PATIENCE)
 
 
 def test_clients_that_vanish_leave_nothing(gateway: Gateway) -> None:
