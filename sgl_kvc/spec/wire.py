@@ -16,7 +16,8 @@ _FORWARDED = "x-request-id-"  # the one prefix of which SGLang's routers forward
 def routed(name: str) -> str:
     """What a header above is called where a router may stand before the worker.
 
-    `smg` and `sglang-router` drop what is unknown to them of bodies and headers, but for these.
+    `sglang-router` drops a knob in the body of chats and of ``/generate``; it and `smg` drop
+    headers, but for these.
     """
     return _FORWARDED + name.removeprefix("x-")
 
