@@ -8,9 +8,11 @@ READY := .venv/.ready
 # The tests compare with it. It asks for an older transformers than SGLang's, and works without.
 KVPRESS := kvpress==0.5.5
 CYCLONEDX := 7.5.0
+# SGLang's router; what else it needs comes with SGLang.
+ROUTER := smg==1.13.0
 
-.PHONY: install serve lm demo test lint mutants bench quality eval eval-lm recall lock release-check
-.PHONY: sbom deploy-tools clean
+.PHONY: install serve lm cluster demo test lint mutants bench quality eval eval-lm recall lock
+.PHONY: release-check sbom deploy-tools clean
 
 install: $(READY)  ## set-up only
 
@@ -26,6 +28,10 @@ serve: install  ## gateway and SGLang on the embedded model, port 8000
 
 lm: install  ## the same on SmolLM2-135M-Instruct, which is fetched first
 	$(BIN)/sgl-kvc serve --embedded smollm2 --port $(PORT)
+
+cluster: install  ## gateway, SGLang's router and two workers on the embedded model, port 8000
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(ROUTER)
+	$(BIN)/sgl-kvc cluster --port $(PORT)
 
 demo: install  ## one question at rates 1 to 32, in a table
 	$(BIN)/sgl-kvc demo

@@ -21,16 +21,19 @@ from kvc_server.authentication import TENANT, AuthenticationMiddleware
 from kvc_server.demand import Ask
 from kvc_server.documents import Documents
 from kvc_server.errors import HANDLERS, ApiError, from_worker
-from kvc_server.inference import Added, Inference, Shared
+from kvc_server.inference import Inference, Shared
 from kvc_server.keeping import Keeping
 from kvc_server.launch import Program
 from kvc_server.metrics import Metrics
 from kvc_server.observing import RECORD, REQUEST_ID, ObservingMiddleware, access_log
 from kvc_server.openapi import document
 from kvc_server.page import add_page
+from kvc_server.placing import Added
 from kvc_server.policies import catalogue
 from kvc_server.proxy import Forward, request_headers, upstream_request
 from kvc_server.quotas import Quotas
+from kvc_server.reports import Reports
+from kvc_server.room import Room
 from kvc_server.settings import Settings
 from kvc_server.supervisor import LocalWorker, worker_program
 from kvc_server.tenants import KeyFile
@@ -66,6 +69,8 @@ def create_app(settings: Settings, program: Program | None = None) -> FastAPI:
                 yield
             finally:
                 await documents.close()
+                if room is not None:
+                    await room.close()
                 await worker.stop()
 
     app = FastAPI(
@@ -92,7 +97,13 @@ def create_app(settings: Settings, program: Program | None = None) -> FastAPI:
             expose_headers=_EXPOSED,
         )
 
-    def forward(scope: Scope, path: str, content: bytes | None, added: Added) -> Forward:
+    def forward(
+        scope: Scope,
+        path: str,
+        content: bytes | None,
+        added: Added,
+        reports: Reports | None = None,
+    ) -> Forward:
         client, worker = app.state.client, app.state.worker
         upstream = upstream_request(
             client,
@@ -103,7 +114,7 @@ def create_app(settings: Settings, program: Program | None = None) -> FastAPI:
             [*request_headers(scope["headers"], worker.key, private=TENANT in scope), *added],
             content,
         )
-        return Forward(client, upstream, metrics, scope[RECORD])
+        return Forward(client, upstream, metrics, scope[RECORD], reports)
 
     async def ask(path: str, content: bytes | None) -> httpx.Response:
         client, worker = app.state.client, app.state.worker
@@ -145,12 +156,15 @@ def create_app(settings: Settings, program: Program | None = None) -> FastAPI:
         theirs = await _worker_metrics(app)
         metrics.worker_up.set(app.state.worker.ready)
         metrics.probe_age.set(app.state.worker.probe_age)
+        if room is not None:
+            await room.tell()
         return Response(metrics.render() + (theirs or b""), media_type=_TEXT)
 
     async def openapi() -> Response:
         return JSONResponse(document())
 
-    shared = Shared(settings, admission, Quotas(), forward, ask)
+    room = None if settings.room is None else Room(settings.room, ask, metrics)
+    shared = Shared(settings, admission, Quotas(), forward, ask, room)
     documents = Documents(ask)
     keeping = Keeping(documents, shared)
     for path in (*routes.GENERATING, *routes.PASSED):

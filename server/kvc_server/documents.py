@@ -12,14 +12,14 @@ import dataclasses
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from itertools import takewhile
 from typing import Any
 
 import httpx
 
 from kvc_server import knob, routes
-from kvc_server.demand import Ask
+from kvc_server.demand import QUESTIONS, Ask, common
 from kvc_server.errors import ApiError, from_worker
+from kvc_server.reports import DROPPED
 from kvc_server.settings import Settings
 from sgl_kvc.spec import CUSTOM_PARAM, PIN_PARAM
 
@@ -27,8 +27,6 @@ _CONTENTS = ("messages", "text", "input_ids")
 _FIELDS = (*_CONTENTS, CUSTOM_PARAM, "ttl_s", "cache_salt")
 _DEFAULT_TTL_S, _MAX_TTL_S = 3600.0, 30 * 86400.0
 _NO_ROOM = "no free blocks to compress into"
-#: Last messages that differ at once: what the prompts begin with alike is what precedes a question.
-_QUESTIONS = ("", "a")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +106,7 @@ class Documents:
             report = answer[CUSTOM_PARAM]
             name, skipped = report.get("pinned"), report["skipped"]
         if name is None:
-            raise _refused(skipped)
+            raise _refused(skipped, report.get("policy") is not None)
         self._release_later(name, ttl)
         found = [each for each in await self._stored(salt, owner) if each["id"] == name]
         return found[0] if found else {"id": name, "tokens": end, "expires": expires}
@@ -140,10 +138,9 @@ class Documents:
         if content == "text":
             return await self._tokenized({"prompt": value})
         prompts = [
-            await self._tokenized({"messages": [*value, _user(text)]}) for text in _QUESTIONS
+            await self._tokenized({"messages": [*value, _user(text)]}) for text in QUESTIONS
         ]
-        pairs = takewhile(lambda pair: pair[0] == pair[1], zip(*prompts, strict=False))
-        return [token for token, _ in pairs]
+        return list(prompts[0][: common(*prompts)])
 
     async def _tokenized(self, asked: dict[str, Any]) -> list[int]:
         answer = await self._json(routes.TOKENIZE, asked)
@@ -180,6 +177,9 @@ class Documents:
 
     async def _json(self, path: str, content: dict[str, Any] | None = None) -> Any:
         answer = await self._ask(path, None if content is None else json.dumps(content).encode())
+        if answer.status_code == 404 and path == routes.SERVER_INFO:
+            told = "documents are kept by one worker, not behind a router"
+            raise ApiError(501, told, code="behind_a_router")
         if answer.status_code != 200:
             raise from_worker(answer.status_code, answer.content, answer.headers)
         with _told():
@@ -229,7 +229,7 @@ def _knob(body: dict[str, Any], header: Sequence[str], settings: Settings) -> di
         given = {name: body[name] for name in (CUSTOM_PARAM,) if name in body}
         placed = knob.place(given, header, native=False, settings=settings)
         asked = {"rate": placed["custom_params"][CUSTOM_PARAM]["rate"]}  # nobody named a policy
-    for field in ("question", "question_tokens", "recompress_every"):
+    for field in ("question", "question_tokens", "recompress_every", "elastic"):
         if isinstance(asked, dict) and asked.get(field):
             raise _bad(f"{CUSTOM_PARAM}.{field}", "is of a request that reads the document")
     if isinstance(asked, dict):
@@ -241,7 +241,10 @@ def _knob(body: dict[str, Any], header: Sequence[str], settings: Settings) -> di
     return spec
 
 
-def _refused(reason: str | None) -> ApiError:
+def _refused(reason: str | None, compressed: bool) -> ApiError:
+    if reason is None and not compressed:
+        told = f"{DROPPED}; documents are kept by one worker, not behind a router"
+        return ApiError(502, told, code="knob_lost")
     if reason is None:
         told = "kept documents may hold half of the pool; release one, or wait until one expires"
         return ApiError(507, told, code="documents_full")

@@ -8,10 +8,11 @@ from starlette.responses import JSONResponse, Response
 from kvc_server.admission import shutting_down
 from kvc_server.authentication import TENANT
 from kvc_server.documents import Documents, Owner
-from kvc_server.inference import Shared, json_object
+from kvc_server.inference import Shared
 from kvc_server.knob import HEADER
 from kvc_server.limits import read_body
 from kvc_server.observing import RECORD
+from kvc_server.placing import json_object
 from kvc_server.tenants import Tenant
 
 

@@ -81,6 +81,24 @@ class Metrics:
             "kvc_worker_probe_age_seconds", "Since the worker last answered a probe.",
             registry=registry,
         )  # fmt: skip
+        self.knobs_lost = Counter(
+            "kvc_knobs_lost", "Requests whose knob did not reach the worker.", registry=registry
+        )
+        self.memory_blocks = Gauge(
+            "kvc_admission_blocks", "Blocks predicted for admitted requests, and of the pool.",
+            ["of"], registry=registry,
+        )  # fmt: skip
+        self.memory_waiting = Gauge(
+            "kvc_admission_waiting", "Requests that wait for room in the pool.", registry=registry
+        )
+        self.memory_wait = Histogram(
+            "kvc_admission_wait_seconds", "For which admitted requests waited for room.",
+            buckets=_SECONDS, registry=registry,
+        )  # fmt: skip
+        self.raised = Counter(
+            "kvc_rates_raised", "Requests whose rate was raised for want of room.",
+            registry=registry,
+        )  # fmt: skip
         self._reasons: set[str] = set()
 
     def observe(self, record: Record) -> None:
@@ -91,6 +109,8 @@ class Metrics:
             self.first_token.labels(record.endpoint).observe(record.first_s)
         if record.tenant is not None:
             self.tenant_requests.labels(record.tenant, record.status).inc()
+        if record.knob_lost:
+            self.knobs_lost.inc()
         for result in record.results:
             self.observe_result(result)
             for of in ("prompt", "completion"):

@@ -9,7 +9,7 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from kvc_server import routes
+from kvc_server import elastic, routes
 from sgl_kvc import __version__
 from sgl_kvc.spec import (
     CHOICES,
@@ -131,6 +131,9 @@ def knob_schema() -> Schema:
     fields: Schema = {name: {} for name in FIELDS}
     for name in ("rate", ON_PRESSURE, "max_rate"):
         fields[name] = {"type": "number", "minimum": 1, "maximum": MAX_RATE}
+    rate = fields["max_rate"]
+    fields[elastic.FIELD] = {"type": "object", "required": ["max_rate"],
+                             "properties": {"max_rate": rate}, "additionalProperties": False}
     for name, (low, high) in INTEGERS.items():
         fields[name] = {"type": "integer", "minimum": low, "maximum": high}
     fields |= dict.fromkeys(SWITCHES, _TRUTH)

@@ -40,6 +40,8 @@ DOCUMENTS = "/v1/kv_cache"
 DOCUMENT = "/v1/kv_cache/{name}"
 #: Of the worker's, what the gateway asks it for itself; the last is its operator's.
 TOKENIZE, SERVER_INFO, SET_STATE = "/v1/tokenize", "/server_info", "/set_internal_state"
+#: What SGLang's router calls the first, of one of its workers; and its list of them.
+ROUTED_SERVER_INFO, ROUTED_WORKERS = "/get_server_info", "/workers"
 #: What the gateway answers by itself.
 OWN = ("/v1/kv_policies", "/live", "/health", "/readiness", "/metrics", "/openapi.json")
 

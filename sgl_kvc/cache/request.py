@@ -8,7 +8,6 @@ from array import array
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from sgl_kvc.cache.digests import chained_digests
 from sgl_kvc.cache.held_scores import HeldScores
 from sgl_kvc.cache.segments import Namespace, StoredSegment
 from sgl_kvc.cache.states import StateCache
@@ -24,6 +23,7 @@ from sgl_kvc.spec import (
     CompressionSpec,
     Extent,
     SpecError,
+    chained_digests,
     methods,
     parse,
 )

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Hashable, Sequence
 
-from sgl_kvc.cache.digests import chained_digests
 from sgl_kvc.cache.request import Request
+from sgl_kvc.spec import chained_digests
 
 
 class Sharing:

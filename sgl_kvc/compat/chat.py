@@ -11,6 +11,7 @@ from itertools import takewhile
 from typing import Any
 
 from sgl_kvc.compat.hook import Hook
+from sgl_kvc.compat.http import knob_in_header
 from sgl_kvc.spec import CUSTOM_PARAM, LAST_MESSAGE
 
 #: What is put in the last message's place. Whatever its content begins with, the prompt with one of
@@ -27,7 +28,10 @@ def count_question(original, serving, request, raw_request=None) -> Any:
     adapted, request = original(serving, request, raw_request)
     sampling = adapted.sampling_params
     custom = sampling.get("custom_params")
-    knob = custom.get(CUSTOM_PARAM) if isinstance(custom, dict) else None
+    custom = custom if isinstance(custom, dict) else {}
+    knob = custom.get(CUSTOM_PARAM)
+    if knob is None and raw_request is not None:
+        knob = knob_in_header(raw_request)
     if not isinstance(knob, Mapping) or knob.get("question") != LAST_MESSAGE:
         return adapted, request
     if knob.get("question_tokens") or request.input_ids is not None or not adapted.input_ids:

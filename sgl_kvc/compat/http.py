@@ -21,6 +21,7 @@ from sgl_kvc.spec import (
     TIME_PARAM,
     SpecError,
     parse,
+    routed,
 )
 
 _RESPONSES = "sglang.srt.entrypoints.openai.serving_responses.OpenAIServingResponses"
@@ -161,23 +162,35 @@ def _take_header(obj: Any, request: Any) -> None:
 
     if not isinstance(obj, GenerateReqInput):
         return
-    if (name := request.headers.get(NAMESPACE_HEADER)) is not None:
+    if (name := header(request, NAMESPACE_HEADER)) is not None:
         if isinstance(obj.extra_key, list):
             obj.extra_key = [f"{name}/{own or ''}" for own in obj.extra_key]
         else:
             obj.extra_key = f"{name}/{obj.extra_key or ''}"
-    text = request.headers.get(KNOB_HEADER)
-    if text is None:
+    knob = knob_in_header(request)
+    if knob is None:
         return
-    try:
-        knob = json.loads(text)
-    except ValueError:
-        raise SpecError("", f"the header {KNOB_HEADER} must be JSON") from None
     params = obj.sampling_params
     if isinstance(params, list):
         obj.sampling_params = [_with_knob(one, knob) for one in params]
     else:
         obj.sampling_params = _with_knob(params, knob)
+
+
+def header(request: Any, name: str) -> str | None:
+    """A header that the gateway sent, by whichever of its names; None if it is not there."""
+    return request.headers.get(name) or request.headers.get(routed(name))
+
+
+def knob_in_header(request: Any) -> Any:
+    """The knob that a header holds; None if none does. Raises SpecError."""
+    text = header(request, KNOB_HEADER)
+    if text is None:
+        return None
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise SpecError("", f"the header {KNOB_HEADER} must be JSON") from None
 
 
 def _with_knob(params: dict | None, knob: Any) -> dict:

@@ -15,6 +15,7 @@ from sgl_kvc.spec.compression import (
     SWITCHES,
     CompressionSpec,
 )
+from sgl_kvc.spec.digests import chained_digests
 from sgl_kvc.spec.errors import CUSTOM_PARAM, PIN_PARAM, TIME_PARAM, SpecError
 from sgl_kvc.spec.extent import Extent
 from sgl_kvc.spec.parse import OFF, parse, parse_rate, policy_parameters
@@ -26,7 +27,7 @@ from sgl_kvc.spec.presets import (
     Preset,
     default_policy,
 )
-from sgl_kvc.spec.wire import KNOB_HEADER, NAMESPACE_HEADER, WORKER_KEYS
+from sgl_kvc.spec.wire import KNOB_HEADER, NAMESPACE_HEADER, WORKER_KEYS, routed
 
 __all__ = [
     "CHOICES",
@@ -53,9 +54,11 @@ __all__ = [
     "Parameter",
     "Preset",
     "SpecError",
+    "chained_digests",
     "default_policy",
     "methods",
     "parse",
     "parse_rate",
     "policy_parameters",
+    "routed",
 ]

@@ -20,10 +20,9 @@ from sglang.srt.mem_cache.base_prefix_cache import EvictParams, InsertParams, Ma
 from sglang.srt.mem_cache.radix_cache import RadixKey
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
-from sgl_kvc.cache.digests import chained_digests
 from sgl_kvc.cache.segments import Namespace
 from sgl_kvc.pool.segment import Segment
-from sgl_kvc.spec import parse
+from sgl_kvc.spec import chained_digests, parse
 from tests import tiny_models
 from tests.sgl_kvc.lives import HEADS, LAYERS, PAGE, World
 

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from sgl_kvc.cache.digests import chained_digests
 from sgl_kvc.cache.request import Request
 from sgl_kvc.cache.sharing import Sharing
-from sgl_kvc.spec import OFF
+from sgl_kvc.spec import OFF, chained_digests
 
 PAGE = 4
 
