@@ -43,8 +43,8 @@ def checked(value: Any, spec: CompressionSpec, max_rate: float) -> Elastic | Non
         return None
     if not isinstance(value, Mapping) or set(value) != {"max_rate"}:
         raise SpecError(FIELD, 'must be an object such as {"max_rate": 16}')
-    if spec.rate is None:
-        raise SpecError(FIELD, "raises a rate; give rate instead of budget")
+    if spec.rate is None or spec.on_pressure:
+        raise SpecError(FIELD, "raises a rate; give rate instead of budget or on_pressure")
     most = parse_rate(value["max_rate"], max_rate=max_rate, field=FIELD)
     if most < spec.rate:
         raise SpecError(FIELD, f"max_rate must be at least the rate, {spec.rate:g}")

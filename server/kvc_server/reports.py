@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from kvc_server.elastic import FIELD, Elastic
-from sgl_kvc.spec import CUSTOM_PARAM, CompressionSpec
+from sgl_kvc.spec import CUSTOM_PARAM, ON_PRESSURE, CompressionSpec
 
 #: What `skipped` says of a request whose knob did not arrive.
 DROPPED = "the knob did not reach the worker: what stands before it dropped it"
@@ -70,6 +70,7 @@ class Reports:
         if self._elastic is not None:
             report = report | {FIELD: self._elastic}
         as_sent = (report.get("policy"), report.get("rate")) in self._sent
+        as_sent |= report.get(ON_PRESSURE) is not None  # it may be, or not yet be, compressed
         off = report.get("policy") is None and not self._all
         if self._sent and not as_sent and not off and report.get("skipped") is None:
             self.lost = DROPPED

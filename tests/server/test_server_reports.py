@@ -38,6 +38,9 @@ def body(**fields: Any) -> dict[str, Any]:
         (KNOB, SERVED | {"policy": "snapkv"}, True),
         ({"budget": 100}, SERVED | {"rate": None}, False),
         ({"rate": 1}, UNTOUCHED, False),
+        ({"on_pressure": 8}, UNTOUCHED | {"on_pressure": 8.0}, False),
+        ({"on_pressure": 8}, SERVED | {"on_pressure": 8.0}, False),
+        ({"on_pressure": 8}, UNTOUCHED, True),
     ],
 )
 def test_a_report_is_held_against_what_was_sent(knob: dict, report: dict, lost: bool) -> None:
