@@ -7,8 +7,12 @@ BIN := .venv/bin
 READY := .venv/.ready
 # The tests compare with it. It asks for an older transformers than SGLang's, and works without.
 KVPRESS := kvpress==0.5.5
+CYCLONEDX := 7.5.0
+# SGLang's router; what else it needs comes with SGLang.
+ROUTER := smg==1.13.0
 
-.PHONY: install serve lm demo test lint mutants bench quality eval eval-lm recall lock clean
+.PHONY: install serve lm cluster demo test lint mutants bench quality eval eval-lm recall lock
+.PHONY: release-check sbom deploy-tools clean
 
 install: $(READY)  ## set-up only
 
@@ -24,6 +28,10 @@ serve: install  ## gateway and SGLang on the embedded model, port 8000
 
 lm: install  ## the same on SmolLM2-135M-Instruct, which is fetched first
 	$(BIN)/sgl-kvc serve --embedded smollm2 --port $(PORT)
+
+cluster: install  ## gateway, SGLang's router and two workers on the embedded model, port 8000
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(ROUTER)
+	$(BIN)/sgl-kvc cluster --port $(PORT)
 
 demo: install  ## one question at rates 1 to 32, in a table
 	$(BIN)/sgl-kvc demo
@@ -66,9 +74,22 @@ eval-lm: install  ## the same on SmolLM2, in natural text: bench/results/quality
 recall: install  ## train the embedded model again, into build/recall
 	$(BIN)/python -m kvc_recall.train --out build/recall
 
-lock: install  ## write the versions in .venv to requirements.lock
+lock: install  ## write the versions in .venv to requirements.lock, the gateway's apart
 	{ head -2 requirements.lock; $(BIN)/python -m pip freeze --exclude sgl-kvc --exclude kvpress; } > .lock
 	mv .lock requirements.lock
+	$(BIN)/python deploy/lock_gateway.py > .lock
+	mv .lock requirements-gateway.lock
+
+release-check: install  ## sdist and wheel, whole and working in an empty environment
+	$(BIN)/python deploy/release_check.py
+
+sbom: install  ## what is installed, with versions and licenses, as CycloneDX: build/sbom.json
+	test -x build/sbom/bin/cyclonedx-py || { $(PYTHON) -m venv build/sbom && \
+		build/sbom/bin/python -m pip install --quiet cyclonedx-bom==$(CYCLONEDX); }
+	build/sbom/bin/cyclonedx-py environment --output-reproducible -o build/sbom.json $(BIN)/python
+
+deploy-tools:  ## helm, and what else the tests of deploy/ use and skip without: build/tools
+	deploy/tools.sh
 
 clean:
 	rm -rf .venv build

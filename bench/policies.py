@@ -48,7 +48,7 @@ def measure(args: argparse.Namespace) -> list[dict]:
     scale = masked.config.head_dim**-0.5
     records = []
     with torch.inference_mode():
-        for name in PRESETS:
+        for name in args.policies:
             spec = parse({"rate": args.rate, "policy": name})
             extent = Extent.of(spec, len(tokens), masked.page_size)
             scored = []
@@ -57,8 +57,10 @@ def measure(args: argparse.Namespace) -> list[dict]:
                 scores = PromptScores(
                     spec, extent, tokens, masked.page_size, len(seen), masked.facts
                 )
-                for layer, (queries, *cached) in enumerate(seen):
-                    scores.observe(layer, queries, len(tokens), lambda cached=cached: cached, scale)
+                for layer, (queries, *cached, lse) in enumerate(seen):
+                    scores.observe(
+                        layer, queries, len(tokens), lambda cached=cached: cached, scale, lse
+                    )
                 scored[:] = [scores]
 
             times = {
@@ -104,13 +106,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--rate", type=float, default=8)
     parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--policies", nargs="+", choices=PRESETS, default=list(PRESETS))
     parser.add_argument("--out", type=Path, help="write the report as JSON")
     parser.add_argument("--table", type=Path, help="write the report as Markdown")
     args = parser.parse_args()
     torch.set_num_threads(1)
     report = {
         "command": "python -m bench.policies",
-        "arguments": {k: v for k, v in vars(args).items() if k not in ("out", "table")},
+        "arguments": {k: v for k, v in vars(args).items() if k not in ("out", "table", "policies")},
         "machine": describe(),
         "records": measure(args),
     }

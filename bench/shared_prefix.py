@@ -27,13 +27,15 @@ from bench.machine import describe
 OUTPUT = 100
 SHARED = 900
 POOL = 6144
-#: By name. A prefix is given a block less than is shared: both sides round down to blocks.
+#: By name. A prefix is given a block less than is shared, and a question a block more than is not:
+#: both sides round down to blocks. Apart, the shared part is compressed once for its group.
 KNOBS: dict[str, dict[str, Any]] = {
     "rate 1": {"rate": 1},
     "rate 2": {"rate": 2},
     "rate 2, prefix": {"rate": 2, "prefix_tokens": SHARED - 16},
     "rate 8": {"rate": 8},
     "rate 8, prefix": {"rate": 8, "prefix_tokens": SHARED - 16},
+    "rate 8, apart": {"rate": 8, "policy": "kv-compress", "question_tokens": 100 + 16},
 }
 
 

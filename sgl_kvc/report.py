@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import dataclasses
+import zlib
 from typing import Any
 
 from sgl_kvc.pool.host_copy import HostCopy
@@ -40,6 +42,51 @@ class Kept:
         return {"mean": float(self.mean), "min": low, "max": high}
 
 
+#: A bitmap of more bits is not reported: 512 KiB before they are compressed.
+MAX_BITS = 1 << 22
+
+
+@dataclasses.dataclass(frozen=True)
+class KeptByHead:
+    """Which KVs every head kept of a prompt, for a knob with ``explain``.
+
+    Attributes
+    ----------
+    layers, heads : of this rank.
+    begin, end : positions that heads chose among; they keep all before and behind.
+    pages : whole pages of every head in [begin, end); may be on their way from the device.
+    bitmap : `Selection.bitmap`, likewise; None where it would be too large.
+    """
+
+    layers: int
+    heads: int
+    begin: int
+    end: int
+    pages: HostCopy
+    bitmap: HostCopy | None
+
+    def to_json(self, page_size: int) -> dict[str, Any]:
+        """Counts of `pages` in KVs, and the bitmap as zlib and base64; waits for both."""
+        found: dict[str, Any] = {
+            "layers": self.layers,
+            "heads": self.heads,
+            "begin": self.begin,
+            "end": self.end,
+            "kept": [pages * page_size for pages in self.pages.tolist()],
+            "positions": None,
+            "skipped": None,
+        }
+        if self.bitmap is not None:
+            found["positions"] = base64.b64encode(zlib.compress(self.bitmap.tobytes(), 1)).decode()
+        else:
+            bits = self.layers * self.heads * (self.end - self.begin)
+            found["skipped"] = (
+                f"positions are told up to {MAX_BITS} bits; {self.layers} layers, {self.heads} "
+                f"heads and {self.end - self.begin} tokens are {bits}"
+            )
+        return found
+
+
 @dataclasses.dataclass
 class Report:
     """One request's report. Blocks are those of the prompt.
@@ -52,7 +99,12 @@ class Report:
     shared : canonical blocks that it reads and other requests may read too.
     skipped : why it was not compressed; None if it was, or was not to be.
     recompressed : times it was compressed again while decoding; None if that was not asked for.
+    pinned : the name of the segment that the request has pinned, None if it has none.
+    begun : tokens of the compressed turn that the request began with; None if it began with none.
     kept_per_head_peak : the most KVs a head held on average meanwhile.
+    explain : which KVs every head kept, if that was asked for.
+    on_pressure : the rate at which it is compressed if memory is short; None where that was not
+        asked for.
     """
 
     prompt_tokens: int
@@ -66,6 +118,10 @@ class Report:
     skipped: str | None = None
     recompressed: int | None = None
     kept_per_head_peak: int = 0
+    pinned: str | None = None
+    explain: KeptByHead | None = None
+    begun: int | None = None
+    on_pressure: float | None = None
 
     @classmethod
     def uncompressed(
@@ -95,6 +151,14 @@ class Report:
             "bytes": {name: count * self.block.bytes for name, count in blocks.items()},
             "skipped": self.skipped,
         }
+        if self.pinned is not None:
+            found["pinned"] = self.pinned
+        if self.explain is not None:
+            found["explain"] = self.explain.to_json(self.block.tokens)
+        if self.begun is not None:
+            found["begun_with"] = self.begun
+        if self.on_pressure is not None:
+            found["on_pressure"] = self.on_pressure
         if self.recompressed is not None:
             found["decode"] = {
                 "recompressed": self.recompressed,

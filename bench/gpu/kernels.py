@@ -58,7 +58,7 @@ def check_extend(case: Case) -> Pairs:
     query, layer = case.query(sum(new)), size.layers - 1
     out, _ = extend(query, batch, layer, case.scale)
     with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-        expected = extend_torch(query.float(), batch, layer, case.scale)
+        expected, _ = extend_torch(query.float(), batch, layer, case.scale)
     return {"out": (out, expected)}
 
 

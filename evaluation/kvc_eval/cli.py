@@ -21,7 +21,7 @@ from sgl_kvc.spec import SpecError, parse_rate
 #: What `pip install "sgl-kvc[eval]"` brings, by the names they are imported by.
 LIBRARIES = ("matplotlib", "rapidfuzz", "rouge_score", "scipy", "wonderwords")
 METRICS = ("accuracy", "edit_similarity", "f1", "numbers", "rouge_l")
-DEFAULT_LENGTH = {"recall": 1024, "ruler": 4096, "text": 1024, "longbench": 0}
+DEFAULT_LENGTH = {"recall": 1024, "chats": 1024, "ruler": 4096, "text": 1024, "longbench": 0}
 DEFAULT_SUITE = {RECALL: "recall", SMOLLM2: "text"}
 
 
@@ -50,7 +50,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--length", type=int, nargs="+", metavar="N",
         help="tokens of a prompt (default: ruler 4096, longbench all, others 1024)")  # fmt: skip
     add("--question", choices=QUESTIONS, nargs="+", default=[INSIDE],
-        help="compressed with the document, or asked after (default: inside)")  # fmt: skip
+        help="compressed with the document, asked after, or in turns, each of which begins with "
+        "what the one before has left (default: inside)")  # fmt: skip
     add("--policies", nargs="+", metavar="NAME", help="(default: all the server has)")
     add("--rates", type=float, nargs="+", default=list(RATES), metavar="RATE",
         help="KVs before / KVs after (default: 2 4 8 16 32 64)")  # fmt: skip

@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from kvc_eval import provenance, report, results, suites
 from kvc_eval.embedded import embedded
 from kvc_eval.endpoint import Endpoint, RequestFailed
-from kvc_eval.grid import AFTER, INSIDE, QUESTIONS, Grid
+from kvc_eval.grid import AFTER, INSIDE, QUESTIONS, TURNS, Grid
 from kvc_eval.measure import EndpointLost, Load, measure
 from kvc_eval.sample import Suite
 from kvc_eval.store import Store
@@ -110,7 +110,9 @@ async def _grid(endpoint: Endpoint, suite: Suite, options: argparse.Namespace) -
     forced = _forced(endpoint, suite, options)
     if endpoint.compresses:
         apart = forced or AFTER in questions
-        policies = await _policies(endpoint, apart, options)
+        if TURNS in questions and suite.turns == 1:
+            raise SettingsError("--question turns needs the suite chats")
+        policies = await _policies(endpoint, apart, TURNS in questions, options)
     else:
         questions = (INSIDE,)
         _say(f"{endpoint.url} does not report kv_compression; only uncompressed answers follow")
@@ -134,11 +136,12 @@ async def _grid(endpoint: Endpoint, suite: Suite, options: argparse.Namespace) -
 
 
 async def _policies(
-    endpoint: Endpoint, apart: bool, options: argparse.Namespace
+    endpoint: Endpoint, apart: bool, turns: bool, options: argparse.Namespace
 ) -> tuple[str, ...]:
     """Those that were named, or all that the server has and takes. Raises SettingsError.
 
-    `apart` is whether anything will be read after compression.
+    `apart` is whether anything will be read after compression, `turns` whether a chat's turns
+    will begin with what others left.
 
     Every kind of knob is asked with once, rather than found out to be refused 10,000 requests
     later.
@@ -149,6 +152,8 @@ async def _policies(
         refusal = await endpoint.refusal(knob)
         if refusal is None and apart:
             refusal = await endpoint.refusal(knob | {"question_tokens": 1})
+        if refusal is None and turns:
+            refusal = await endpoint.refusal(knob | {"reuse": "compressed"})
         if refusal is None:
             usable.append(policy)
         elif options.policies:
@@ -172,11 +177,11 @@ def _batched(
     endpoint: Endpoint, suite: Suite, grid: Grid, options: argparse.Namespace
 ) -> bool:
     """Whether prompts go to /generate: the suite has to know them as the template renders them."""
-    can = grid.forced or (endpoint.compresses and suite.name == "recall")
+    can = grid.forced or (endpoint.compresses and suite.name in ("recall", "chats"))
     if options.batched and not can:
         raise SettingsError(
-            "--batched needs the suite recall, whose prompts are known as the chat template "
-            "renders them, or --forced, and a server of ours"
+            "--batched needs the suite recall or chats, whose prompts are known as the chat "
+            "template renders them, or --forced, and a server of ours"
         )
     return can if options.batched is None else options.batched
 

@@ -6,8 +6,8 @@ import dataclasses
 from typing import Any, NamedTuple
 
 OFF = "off"
-INSIDE, AFTER = "inside", "after"
-QUESTIONS = (INSIDE, AFTER)
+INSIDE, AFTER, TURNS = "inside", "after", "turns"
+QUESTIONS = (INSIDE, AFTER, TURNS)
 RATES = (2, 4, 8, 16, 32, 64)
 
 
@@ -18,7 +18,8 @@ class Cell(NamedTuple):
     ----------
     length : tokens of the prompts that were asked for; 0 is as long as they are.
     question : INSIDE when document and question are compressed together, AFTER when the
-        question is read only after compression, as a later turn's would be.
+        question is read only after compression, as a later turn's would be; TURNS when they are
+        compressed together, beginning with what the chat's turn before has left.
     policy : OFF for the uncompressed cell, whose rate is 1.
     """
 
@@ -40,6 +41,8 @@ class Cell(NamedTuple):
             return {"rate": 1}
         # Prompts are asked at several rates side by side: what they share must not count.
         knob = {"rate": self.rate, "policy": self.policy, "force": True}
+        if self.question == TURNS:
+            return knob | {"reuse": "compressed"}
         after = question_tokens if self.question == AFTER else answer_tokens
         return knob | {"question_tokens": after} if after else knob
 

@@ -14,7 +14,7 @@ from typing import Any
 from kvc_eval import forced, metrics
 from kvc_eval.endpoint import Answer, Endpoint, Question, RequestFailed
 from kvc_eval.forced import Forced
-from kvc_eval.grid import AFTER, OFF, Cell, Grid
+from kvc_eval.grid import AFTER, OFF, TURNS, Cell, Grid
 from kvc_eval.sample import Sample, Suite
 from kvc_eval.store import Record, Store
 
@@ -82,10 +82,11 @@ async def measure(
     """
     for length in grid.lengths:
         await suite.prepare(endpoints[0], length)
+    step = max(suite.turns, load.concurrent // suite.turns * suite.turns)  # chats stay together
     blocks = (
-        (length, range(first, min(grid.n, first + load.concurrent)))
+        (length, range(first, min(grid.n, first + step)))
         for length in grid.lengths
-        for first in range(0, grid.n, load.concurrent)
+        for first in range(0, grid.n, step)
     )
 
     async def work(endpoint: Endpoint) -> None:
@@ -106,7 +107,7 @@ async def _ask_block(
     advance: Callable[[int], object],
 ) -> None:
     cells = grid.cells(length)
-    missing = [(c, i) for c in cells for i in indices if not store.has(c, i)]
+    missing = [(c, i) for c in cells for i in _missing(c, suite.turns, indices, store)]
     advance(len(cells) * len(indices) - len(missing))
     samples = {i: suite.sample(length, i) for i in {i for _, i in missing}}
     prompts: dict[int, Forced] = {}
@@ -115,11 +116,22 @@ async def _ask_block(
     elif any(cell.question == AFTER for cell, _ in missing):
         await _count_questions(endpoint, samples)
     tasks = [_Task(cell, i, samples[i], prompts.get(i)) for cell, i in missing]
-    for part in (
-        [task for task in tasks if task.cell.policy == OFF],
-        [task for task in tasks if task.cell.policy != OFF],
-    ):
-        await _ask_all(endpoint, part, store, load, advance)
+    for turn in range(suite.turns):  # a turn begins with what the one before has left
+        mine = [task for task in tasks if task.index % suite.turns == turn]
+        for part in (
+            [task for task in mine if task.cell.policy == OFF],
+            [task for task in mine if task.cell.policy != OFF],
+        ):
+            await _ask_all(endpoint, part, store, load, advance)
+
+
+def _missing(cell: Cell, turns: int, indices: range, store: Store) -> list[int]:
+    """The prompts to ask; of a chat whose turns follow from each other all, if any is missing."""
+    missing = [index for index in indices if not store.has(cell, index)]
+    if cell.question != TURNS:
+        return missing
+    chats = {index // turns for index in missing}
+    return [index for index in indices if index // turns in chats]
 
 
 async def _force(endpoint: Endpoint, samples: dict[int, Sample]) -> dict[int, Forced]:

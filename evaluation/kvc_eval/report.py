@@ -16,6 +16,7 @@ Cells = list[dict[str, Any]]
 _QUESTION = {
     "inside": "document and question compressed together",
     "after": "question read after compression, as a later turn's",
+    "turns": "compressed together, beginning with what the turn before has left",
 }
 
 

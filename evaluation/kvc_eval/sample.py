@@ -87,11 +87,13 @@ class Suite(Protocol):
     Attributes
     ----------
     source : what the prompts depend on besides tasks and seed, such as a file's checksum.
+    turns : of a chat, whose neighbouring indices they are; 1 where prompts are by themselves.
     """
 
     name: str
     tasks: tuple[str, ...]
     source: str
+    turns: int
 
     @property
     def size(self) -> int | None:

@@ -29,7 +29,8 @@ def extend(
     Returns
     -------
     out : [t, H*G, Dv] in the query's dtype.
-    lse : float32 [t, H*G], natural log of the sum of exponentials; None where torch computes.
+    lse : float32 [t, H*G], natural log of the sum of exponentials; None where torch does not
+        tell it (`attend`).
 
     Raises
     ------
@@ -40,15 +41,18 @@ def extend(
         from kvc_kernels.gpu import extend as gpu
 
         return gpu.extend(query, batch, layer, scale)
-    return extend_torch(query, batch, layer, scale), None
+    return extend_torch(query, batch, layer, scale)
 
 
-def extend_torch(query: torch.Tensor, batch: Batch, layer: int, scale: float) -> torch.Tensor:
-    """`extend` in torch, on any device, without the log-sum-exp."""
+def extend_torch(
+    query: torch.Tensor, batch: Batch, layer: int, scale: float
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """`extend` in torch, on any device."""
     assert batch.rows is not None
     cache, page_size = batch.cache, batch.cache.page_size
     group = query.shape[1] // cache.heads
     out = query.new_empty(*query.shape[:2], cache.flat_v.shape[-1])
+    lse: torch.Tensor | None = query.new_empty(query.shape[:2], dtype=torch.float32)
     first = first_page = 0
     for (_, _, new), held in zip(batch.rows, batch.held[layer], strict=True):
         tokens = slice(first, first + new)
@@ -66,29 +70,48 @@ def extend_torch(query: torch.Tensor, batch: Batch, layer: int, scale: float) ->
                 for flat in (cache.flat_k, cache.flat_v)
             )
             lanes = slice(head * group, (head + together) * group)
-            out[tokens, lanes] = _attend(query[tokens, lanes], keys, values, scale)
-    return out
+            out[tokens, lanes], sums = attend(query[tokens, lanes], keys, values, scale)
+            if lse is not None and sums is not None:
+                lse[tokens, lanes] = sums
+            else:
+                lse = None
+    return out, lse
 
 
-def _attend(
+def attend(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, scale: float
-) -> torch.Tensor:
-    """The tokens of `query` [q, H*G, D] are the last of `keys` [H, n, D] and `values`."""
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Causal attention of one request in torch.
+
+    Parameters
+    ----------
+    query : [q, H*G, D], the last of the tokens of `keys` [H, n, D] and `values` [H, n, Dv].
+
+    Returns
+    -------
+    out : [q, H*G, Dv] in the query's dtype.
+    lse : float32 [q, H*G], natural. On a CPU, torch's kernel has it at hand, if D is Dv; elsewhere
+        None.
+    """
     new, total = query.shape[0], keys.shape[1]
-    mask = None
+    mask, causal, group = None, new == total, query.shape[1] // keys.shape[0]
     if 1 < new < total:
         last_visible = torch.arange(total - new, total, device=query.device)
-        mask = torch.arange(total, device=query.device) <= last_visible[:, None]
+        hidden = torch.arange(total, device=query.device) > last_visible[:, None]
+        mask = torch.zeros_like(hidden, dtype=query.dtype).masked_fill_(hidden, float("-inf"))
+    rows = query.transpose(0, 1)[None]
+    keys, values = keys.to(query.dtype)[None], values.to(query.dtype)[None]
+    if query.device.type == "cpu" and query.shape[-1] == values.shape[-1]:
+        # What scaled_dot_product_attention calls here, and drops the log-sum-exp of.
+        keys, values = (x.repeat_interleave(group, 1) for x in (keys, values))
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            rows, keys, values, 0.0, causal, attn_mask=mask, scale=scale
+        )
+        return out[0].transpose(0, 1), lse[0].transpose(0, 1)
     out = F.scaled_dot_product_attention(
-        query.transpose(0, 1)[None],
-        keys.to(query.dtype)[None],
-        values.to(query.dtype)[None],
-        attn_mask=mask,
-        is_causal=new == total,
-        scale=scale,
-        enable_gqa=query.shape[1] != keys.shape[0],
+        rows, keys, values, attn_mask=mask, is_causal=causal, scale=scale, enable_gqa=group > 1
     )
-    return out[0].transpose(0, 1)
+    return out[0].transpose(0, 1), None
 
 
 def extend_reference(

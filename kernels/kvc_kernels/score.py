@@ -6,6 +6,7 @@ query head ``h*G + g`` reads KV head ``h``, and query ``i`` sees keys up to ``n 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -16,6 +17,8 @@ from kvc_kernels.dispatch import use_triton
 #: `put_first` scales scores of [1e-12, 1e7] to [1e9, 1e28]: above every other score, below what
 #: selection itself protects. A factor, so that small scores keep their order.
 _FIRST, _MIN, _MAX = 1e21, 1e-12, 1e7
+#: What zero counts where scores are multiplied as logarithms.
+_LEAST = 1e-36
 
 
 def block_elements(like: torch.Tensor) -> int:
@@ -46,6 +49,25 @@ def causal_logits(
         logits = (rows.reshape(heads, -1, dim) @ by_head[..., :seen]).view(heads, group, size, seen)
         positions = torch.arange(seen, device=keys.device)
         yield first, logits.masked_fill_(positions > positions[first:, None], float("-inf"))
+
+
+def causal_lse(
+    queries: torch.Tensor, keys: torch.Tensor, scale: float, *, block: int | None = None
+) -> torch.Tensor:
+    """float32 [w, H*G], natural log-sum-exp of every query's logits over the keys it sees.
+
+    For prefills whose attention kernel does not tell it; costs as much as their logits do.
+    """
+    if use_triton(keys):
+        from kvc_kernels.gpu import score as gpu
+
+        slots = torch.arange(len(keys), dtype=torch.int32, device=keys.device)
+        return gpu.window_lse(queries, keys[:, :, None], slots, scale)
+    parts = [
+        logits.logsumexp(dim=-1).permute(2, 0, 1).flatten(1)
+        for _, logits in causal_logits(queries, keys, scale, block=block)
+    ]
+    return torch.cat(parts)
 
 
 def causal_attention(
@@ -166,6 +188,26 @@ def pool_neighbours(scores: torch.Tensor, width: int, how: str = "max") -> torch
     for shift in range(1, width):
         total += padded[:, shift : shift + n]
     return total / width
+
+
+def fade_to_neighbours(scores: torch.Tensor, half_life: float) -> torch.Tensor:
+    """Every score becomes the largest around it, halved every `half_life` positions away.
+
+    ``max over j of scores[j] * 2 ** (-|i - j| / half_life)``, [..., n] -> [..., n]: a pool over
+    neighbours without a width. With much room far neighbours of a key that matters are kept
+    too, with little room only near ones. Two cumulative maxima of logarithms.
+
+    Parameters
+    ----------
+    scores : at least 0.
+    half_life : in positions, above 0.
+    """
+    slope = torch.arange(scores.shape[-1], device=scores.device, dtype=torch.float64)
+    slope *= math.log(2) / half_life
+    logs = scores.double().clamp(min=_LEAST).log()
+    before = (logs + slope).cummax(dim=-1).values - slope
+    after = (logs - slope).flip(-1).cummax(dim=-1).values.flip(-1) + slope
+    return torch.maximum(before, after).exp().to(scores.dtype)
 
 
 def put_first(scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:

@@ -10,4 +10,4 @@ from pathlib import Path
 
 def model_path() -> Path:
     """The folder of the trained model, in Hugging Face format."""
-    return Path(__file__).resolve().parent.parent / "recall"
+    return Path(__file__).resolve().parent / "recall"  # in the source tree a link to models/recall

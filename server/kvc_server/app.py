@@ -19,15 +19,21 @@ from kvc_server import routes, tracing
 from kvc_server.admission import Admission
 from kvc_server.authentication import TENANT, AuthenticationMiddleware
 from kvc_server.demand import Ask
+from kvc_server.documents import Documents
 from kvc_server.errors import HANDLERS, ApiError, from_worker
-from kvc_server.inference import Added, Inference, Shared
+from kvc_server.inference import Inference, Shared
+from kvc_server.keeping import Keeping
 from kvc_server.launch import Program
 from kvc_server.metrics import Metrics
 from kvc_server.observing import RECORD, REQUEST_ID, ObservingMiddleware, access_log
 from kvc_server.openapi import document
+from kvc_server.page import add_page
+from kvc_server.placing import Added
 from kvc_server.policies import catalogue
 from kvc_server.proxy import Forward, request_headers, upstream_request
 from kvc_server.quotas import Quotas
+from kvc_server.reports import Reports
+from kvc_server.room import Room
 from kvc_server.settings import Settings
 from kvc_server.supervisor import LocalWorker, worker_program
 from kvc_server.tenants import KeyFile
@@ -62,6 +68,9 @@ def create_app(settings: Settings, program: Program | None = None) -> FastAPI:
             try:
                 yield
             finally:
+                await documents.close()
+                if room is not None:
+                    await room.close()
                 await worker.stop()
 
     app = FastAPI(
@@ -83,12 +92,18 @@ def create_app(settings: Settings, program: Program | None = None) -> FastAPI:
         app.add_middleware(
             CORSMiddleware,
             allow_origins=settings.cors_origins,
-            allow_methods=("GET", "POST"),
+            allow_methods=("GET", "POST", "DELETE"),
             allow_headers=("*",),
             expose_headers=_EXPOSED,
         )
 
-    def forward(scope: Scope, path: str, content: bytes | None, added: Added) -> Forward:
+    def forward(
+        scope: Scope,
+        path: str,
+        content: bytes | None,
+        added: Added,
+        reports: Reports | None = None,
+    ) -> Forward:
         client, worker = app.state.client, app.state.worker
         upstream = upstream_request(
             client,
@@ -99,11 +114,12 @@ def create_app(settings: Settings, program: Program | None = None) -> FastAPI:
             [*request_headers(scope["headers"], worker.key, private=TENANT in scope), *added],
             content,
         )
-        return Forward(client, upstream, metrics, scope[RECORD])
+        return Forward(client, upstream, metrics, scope[RECORD], reports)
 
     async def ask(path: str, content: bytes | None) -> httpx.Response:
         client, worker = app.state.client, app.state.worker
-        method, headers = "GET" if content is None else "POST", request_headers([], worker.key)
+        key = worker.admin_key if path == routes.SET_STATE else worker.key
+        method, headers = "GET" if content is None else "POST", request_headers([], key)
         if content is not None:
             headers.append((b"content-type", b"application/json"))
         url = worker.url() + path
@@ -111,6 +127,9 @@ def create_app(settings: Settings, program: Program | None = None) -> FastAPI:
 
     async def models(request: Request) -> Response:
         return forward(request.scope, routes.MODELS, None, [])
+
+    async def model_info(request: Request) -> Response:
+        return forward(request.scope, routes.MODEL_INFO, None, [])
 
     async def model(request: Request) -> Response:
         return JSONResponse(await _model_card(ask, request.path_params["model"]))
@@ -137,12 +156,17 @@ def create_app(settings: Settings, program: Program | None = None) -> FastAPI:
         theirs = await _worker_metrics(app)
         metrics.worker_up.set(app.state.worker.ready)
         metrics.probe_age.set(app.state.worker.probe_age)
+        if room is not None:
+            await room.tell()
         return Response(metrics.render() + (theirs or b""), media_type=_TEXT)
 
     async def openapi() -> Response:
         return JSONResponse(document())
 
-    shared = Shared(settings, admission, Quotas(), forward, ask)
+    room = None if settings.room is None else Room(settings.room, ask, metrics)
+    shared = Shared(settings, admission, Quotas(), forward, ask, room)
+    documents = Documents(ask)
+    keeping = Keeping(documents, shared)
     for path in (*routes.GENERATING, *routes.PASSED):
         endpoint = Inference(path, routes.GENERATING.get(path), shared)
         app.router.routes.append(Route(path, endpoint, methods=["POST"]))
@@ -150,11 +174,17 @@ def create_app(settings: Settings, program: Program | None = None) -> FastAPI:
     _add(app, routes.CANCEL, cancel, "POST")
     read: dict[str, Endpoint] = {
         routes.MODELS: models, routes.MODEL: model, routes.RESPONSE: stored,
+        routes.MODEL_INFO: model_info, routes.GET_MODEL_INFO: model_info,
         "/v1/kv_policies": kv_policies, "/live": live, "/health": health, "/readiness": health,
         "/metrics": metrics_text, "/openapi.json": openapi,
     }  # fmt: skip
     for path, answer in read.items():
         _add(app, path, answer, "GET", "HEAD")
+    app.add_api_route(routes.DOCUMENTS, keeping.keep, methods=["POST"])
+    app.add_api_route(routes.DOCUMENTS, keeping.kept, methods=["GET", "HEAD"])
+    _add_options(app, routes.DOCUMENTS, "GET, HEAD, OPTIONS, POST")
+    _add(app, routes.DOCUMENT, keeping.release, "DELETE")
+    add_page(app)
     return app
 
 

@@ -5,14 +5,15 @@ from __future__ import annotations
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from kvc_server import page
 from kvc_server.errors import ApiError
 from kvc_server.observing import RECORD
 from kvc_server.tenants import KeyFile, Tenant
 
 #: Of a scope: whose request it is.
 TENANT = "kvc_tenant"
-#: What balancers and Kubernetes ask; it tells nothing of anybody.
-_OPEN = frozenset({"/live", "/health", "/readiness"})
+#: What balancers and Kubernetes ask, and the page, which asks for a key: nothing of anybody's.
+_OPEN = frozenset({"/live", "/health", "/readiness", *page.FILES})
 _OPERATORS = frozenset({"/metrics"})
 
 

@@ -48,6 +48,12 @@ def build_parser() -> argparse.ArgumentParser:
         description="Start a gateway and one SGLang worker behind it. "
         "Arguments after -- go to SGLang and win over ours.",
     ))  # fmt: skip
+    _add_cluster(commands.add_parser(
+        "cluster", help="the same before SGLang's router and several workers",
+        usage="sgl-kvc cluster [options] [-- SGLang arguments]",
+        description="Start a gateway, SGLang's router (pip install smg) and several workers. "
+        "Arguments after -- go to each worker.",
+    ))  # fmt: skip
     _add_demo(commands.add_parser(
         "demo", help="one question at several rates, in a table",
         usage="sgl-kvc demo [options] [-- SGLang arguments]",
@@ -120,6 +126,15 @@ def _add_serve(parser: argparse.ArgumentParser) -> None:
     serve_options.add(parser)
     add("--log-level", choices=LOG_LEVELS, default="info")
     parser.set_defaults(run=_lazily("kvc_server.serve"))
+
+
+def _add_cluster(parser: argparse.ArgumentParser) -> None:
+    _add_serve(parser)
+    parser.add_argument("--workers", type=int, default=2, metavar="N",
+        help="how many workers (default: %(default)s)")  # fmt: skip
+    parser.add_argument("--router", choices=("smg", "sglang_router"),
+        help="which package of the router (default: the one that is installed)")  # fmt: skip
+    parser.set_defaults(run=_lazily("kvc_server.cluster"))
 
 
 def _add_demo(parser: argparse.ArgumentParser) -> None:

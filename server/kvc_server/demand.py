@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
+from itertools import takewhile
 from typing import Any
 
 import httpx
@@ -17,6 +18,8 @@ Ask = Callable[[str, bytes | None], Awaitable[httpx.Response]]
 _CHAT = ("model", "messages", "tools", "tool_choice", "reasoning_effort", "continue_final_message",
          "chat_template_kwargs")  # fmt: skip
 _MESSAGES = ("model", "messages", "system", "thinking", "tools", "tool_choice")
+#: Last messages that differ at once, for the tokens that precede the content of any.
+QUESTIONS = ("", "a")
 #: What SGLang takes where a request does not say how long its answer may be.
 _COMPLETION_ANSWER, _NATIVE_ANSWER = 16, 128
 
@@ -27,24 +30,35 @@ class Demand:
 
     Attributes
     ----------
-    lengths : tokens of each prompt, where they are given as tokens; else empty.
+    tokens : of each prompt, where they are given as tokens; else empty.
     ask : path and body of what the worker is asked for them; None if nothing tells.
     answer : tokens of an answer at most; None is as many as the context has room for.
     choices : answers per prompt.
     """
 
-    lengths: tuple[int, ...] = ()
+    tokens: tuple[Sequence[int], ...] = ()
     ask: tuple[str, bytes] | None = None
     answer: int | None = None
     choices: int = 1
 
-    def tokens(self, lengths: tuple[int, ...], context: int) -> int:
-        """What a request with prompts of `lengths` takes at most; every choice has its prompt."""
+    def most(self, prompts: Sequence[Measured], context: int) -> int:
+        """Tokens that a request with these `prompts` takes at most; every choice has its prompt.
+
+        Of a prompt that nothing tells, the whole `context`.
+        """
         total = 0
-        for length in lengths:
+        for length in [prompt.length for prompt in prompts] or [context]:
             room = max(0, context - length)
             total += length + (room if self.answer is None else min(self.answer, room))
         return self.choices * total
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """A prompt's tokens: how many, and which, where that is known."""
+
+    length: int
+    tokens: Sequence[int] = ()
 
 
 def demand_of(path: str, body: dict[str, Any]) -> Demand:
@@ -71,20 +85,51 @@ def demand_of(path: str, body: dict[str, Any]) -> Demand:
     return Demand(ask=_question("/v1/tokenize", {"messages": chat}, _CHAT), answer=answer)
 
 
-async def prompt_lengths(demand: Demand, context: int, ask: Ask) -> tuple[int, ...]:
-    """Tokens of each prompt; of one that nothing tells, the whole `context`."""
-    if demand.lengths:
-        return demand.lengths
+async def measure(demand: Demand, ask: Ask) -> tuple[Measured, ...]:
+    """Each prompt of a request, as the worker tells; empty if nothing does."""
+    if demand.tokens:
+        return tuple(Measured(len(tokens), tokens) for tokens in demand.tokens)
     if demand.ask is None:
-        return (context,)
+        return ()
     answer = await ask(*demand.ask)
     try:
         told = answer.json()
         count = told.get("count", told.get("input_tokens"))
-        counts = tuple(map(int, count if isinstance(count, list) else [count]))
+        counts = list(map(int, count if isinstance(count, list) else [count]))
+        tokens = told.get("tokens") or [()] * len(counts)
+        each = tokens if isinstance(count, list) or tokens == [()] else [tokens]
+        prompts = tuple(map(Measured, counts, each))
     except (ValueError, TypeError, AttributeError):
-        return (context,)
-    return counts if answer.status_code == 200 and counts else (context,)
+        return ()
+    return prompts if answer.status_code == 200 else ()
+
+
+async def question_tokens(demand: Demand, prompt: Measured, ask: Ask) -> int | None:
+    """Tokens from where the content of a chat's last message begins; None if nothing tells.
+
+    The worker counts the same way (`sgl_kvc.compat.chat`).
+    """
+    if demand.ask is None or not prompt.tokens:
+        return None
+    path, body = demand.ask
+    asked = json.loads(body)
+    alike = prompt.length
+    for text in QUESTIONS:
+        try:
+            *before, last = asked["messages"]
+            other = asked | {"messages": [*before, {**last, "content": text}]}
+        except (KeyError, TypeError, ValueError):
+            return None
+        (told,) = await measure(Demand(ask=(path, json.dumps(other).encode())), ask) or (None,)
+        if told is None:
+            return None
+        alike = min(alike, common(prompt.tokens, told.tokens))
+    return prompt.length - alike
+
+
+def common(a: Sequence[int], b: Sequence[int]) -> int:
+    """Tokens that both begin with."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
 
 
 async def context_length(ask: Ask) -> int | None:
@@ -116,9 +161,9 @@ def _prompts(prompt: Any, answer: int, choices: int) -> Demand:
         ask = _question("/v1/tokenize", {"prompt": prompt}, ("prompt",))
         return dataclasses.replace(demand, ask=ask)
     if several and all(isinstance(one, int) for one in several):
-        return dataclasses.replace(demand, lengths=(len(several),))
+        return dataclasses.replace(demand, tokens=(several,))
     if several and all(isinstance(one, list) for one in several):
-        return dataclasses.replace(demand, lengths=tuple(map(len, several)))
+        return dataclasses.replace(demand, tokens=tuple(several))
     return demand
 
 

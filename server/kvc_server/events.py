@@ -7,20 +7,25 @@ from collections.abc import Iterable
 from typing import Any
 
 from kvc_server.errors import from_worker_json
+from kvc_server.reports import NO_REPORT, Reports
 from sgl_kvc.spec import CUSTOM_PARAM
 
 _RESULT_KEY = f'"{CUSTOM_PARAM}"'.encode()
-#: How SGLang begins an event that is an error.
+#: How SGLang begins an event that is an error, and its last one.
 _ERROR = b'data: {"error"'
+_DONE = b"data: [DONE]"
+_TOLD = (_RESULT_KEY, _DONE)
 
 
-class ErrorRewriter:
+class Rewriter:
     """Puts a worker's errors in mid-stream into our shape; all else passes as it came, at once.
 
-    Only a line that begins as an error does is held back until it is whole.
+    Only a line that begins as an error does is held back until it is whole; where `reports` may
+    have something to say, every line is.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, reports: Reports | None = None) -> None:
+        self._reports = reports
         self._held = b""
         self._inside = False  # a line whose begin was passed on
 
@@ -29,12 +34,12 @@ class ErrorRewriter:
         text = self._held + chunk
         cut = text.rfind(b"\n") + 1
         whole, last = text[:cut], text[cut:]
-        if _ERROR in whole:
+        if _ERROR in whole or (self._reports and any(mark in whole for mark in _TOLD)):
             lines = whole.split(b"\n")
             first = int(self._inside)
-            whole = b"\n".join([*lines[:first], *map(_rewritten, lines[first:])])
+            whole = b"\n".join([*lines[:first], *map(self._rewritten, lines[first:])])
         self._inside = self._inside and not cut
-        if last and not self._inside and _may_be_error(last):
+        if last and not self._inside and (self._reports or _may_be_error(last)):
             self._held = last
             return whole
         self._held = b""
@@ -46,14 +51,26 @@ class ErrorRewriter:
         return self._held
 
 
+    def _rewritten(self, line: bytes) -> bytes:
+        if line.startswith(_ERROR):
+            content = error_line(line)
+            if content is None:
+                return line
+            return from_worker_json(stream_status(content), content).to_event().rstrip(b"\n")
+        if self._reports is None:
+            return line
+        if line == _DONE and self._reports.missing:
+            self._reports.none()
+            return f": {CUSTOM_PARAM}: {NO_REPORT}\n\n".encode() + line
+        for event in _with_result(line.removeprefix(b"data:")):
+            amended = self._reports.amended(event)
+            if amended is not event:
+                return b"data: " + json.dumps(amended).encode()
+        return line
+
+
 def _may_be_error(line: bytes) -> bool:
     return line.startswith(_ERROR) or _ERROR.startswith(line)
-
-
-def _rewritten(line: bytes) -> bytes:
-    if not line.startswith(_ERROR) or (content := error_line(line)) is None:
-        return line
-    return from_worker_json(stream_status(content), content).to_event().rstrip(b"\n")
 
 
 def error_line(line: bytes) -> dict[str, Any] | None:
@@ -100,6 +117,29 @@ class ResultScanner:
 def results(body: bytes) -> list[Any]:
     """The `kv_compression` objects of a JSON body: of the object, or of each of a batch."""
     return _flat(item[CUSTOM_PARAM] for item in _with_result(body))
+
+
+def amended_body(body: bytes, reports: Reports) -> bytes:
+    """A JSON body with what `reports` have to say; as it is where that is nothing."""
+    told = _with_result(body)
+    if told:
+        amended = [reports.amended(item) for item in told]
+        if all(new is old for new, old in zip(amended, told, strict=True)):
+            return body
+        content = json.loads(body)
+        if isinstance(content, list):
+            rest = iter(amended)
+            new = [next(rest) if CUSTOM_PARAM in item else item for item in content]
+            return json.dumps(new).encode()
+        return json.dumps(amended[0]).encode()
+    if not reports.missing:
+        return body
+    report = {CUSTOM_PARAM: reports.none()}
+    try:
+        content = json.loads(body)
+    except (ValueError, RecursionError):
+        return body
+    return json.dumps(content | report).encode() if isinstance(content, dict) else body
 
 
 def _flat(found: Iterable[Any]) -> list[Any]:

@@ -8,9 +8,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from kvc_server import elastic
 from kvc_server.errors import ApiError
 from kvc_server.settings import Settings
-from sgl_kvc.spec import CUSTOM_PARAM, CompressionSpec, SpecError, parse
+from sgl_kvc.spec import CUSTOM_PARAM, PIN_PARAM, CompressionSpec, SpecError, parse
 
 HEADER = "X-KV-Compression-Rate"
 OFF = {"rate": 1}
@@ -20,6 +21,9 @@ def place(
     body: dict[str, Any], header: Sequence[str], *, native: bool, settings: Settings
 ) -> dict[str, Any]:
     """The body to send to the worker: the knob validated and moved to ``custom_params``.
+
+    Of `elastic`, the field that is the gateway's own, the knob then holds an `Elastic`, which
+    `settle` takes out.
 
     A request says what it wants in one place: the field ``kv_compression``, the header, or
     ``custom_params.kv_compression``. Without any, the server's default rate applies.
@@ -99,6 +103,7 @@ def _with_knob(
     custom = {} if custom is None else custom
     if not isinstance(custom, dict):
         raise _bad(f"{path}custom_params", f"{path}custom_params must be an object")
+    custom = {name: value for name, value in custom.items() if name != PIN_PARAM}  # documents.py's
     if CUSTOM_PARAM in custom:
         where = f"{path}custom_params.{CUSTOM_PARAM}"
         if given is not None:
@@ -109,13 +114,42 @@ def _with_knob(
 
 
 def _validated(knob: Any, where: str, settings: Settings) -> dict[str, Any]:
+    limits = settings.knob_limits
     try:
+        knob, wish = elastic.split(knob)
         spec: CompressionSpec = parse(knob, max_rate=settings.max_rate)
-        spec = settings.knob_limits.check(spec)
+        bounds = elastic.checked(wish, spec, settings.max_rate)
+        spec = limits.check(spec)
     except SpecError as error:
         field = where if where == HEADER else error.at(where)
         raise _bad(field, f"{field}: {error.problem}") from None
-    return OFF if spec.off else spec.to_json()
+    if bounds is not None and limits.force_rate is None:
+        return spec.to_json() | {elastic.FIELD: bounds}
+    return OFF if spec.off and not spec.hold_s else spec.to_json()
+
+
+def settle(
+    knobs: Sequence[dict[str, Any]], rate: float | None
+) -> tuple[tuple[CompressionSpec, ...], elastic.Elastic | None]:
+    """Make knobs that `place` or `take` left what the worker gets: what was asked, and `elastic`.
+
+    Parameters
+    ----------
+    knobs : of one request; mutated.
+    rate : which they are raised to; None leaves them as they are.
+
+    Raises
+    ------
+    ApiError : status 400 for several knobs of which one is elastic.
+    """
+    found = [bounds for each in knobs if (bounds := each.pop(elastic.FIELD, None)) is not None]
+    if found and len(knobs) > 1:
+        where = f"{CUSTOM_PARAM}.{elastic.FIELD}"
+        raise _bad(where, f"{where}: give one knob for all prompts beside it")
+    specs = tuple(map(parse, knobs))
+    for each in knobs if rate is not None else ():
+        each["rate"] = rate
+    return specs, found[0] if found else None
 
 
 def _number(header: Sequence[str]) -> float:

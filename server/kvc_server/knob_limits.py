@@ -8,7 +8,7 @@ from typing import Any
 from sgl_kvc.spec import DEFAULT_POLICY, OFF, CompressionSpec, SpecError
 
 #: Fields that keep KVs from being compressed, so that a least rate would mean little.
-_KEEPING = ("min_tokens", "prefix_tokens", "question_tokens")
+_KEEPING = ("min_tokens", "prefix_tokens", "question_tokens", "question")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,9 @@ class KnobLimits:
             raise _limit("recompress_every", "0 or at least", self.min_recompress_every, every)
         if self.force_rate is not None:
             kept = {name: getattr(OFF, name) for name in _KEEPING}
-            forced = dataclasses.replace(spec, rate=self.force_rate, budget=None, **kept)
+            forced = dataclasses.replace(
+                spec, rate=self.force_rate, budget=None, on_pressure=False, **kept
+            )
             return dataclasses.replace(forced, max_rate=OFF.max_rate)
         if spec.budget is not None and spec.budget < self.min_budget:
             raise _limit("budget", "at least", self.min_budget, spec.budget)
@@ -80,9 +82,14 @@ class KnobLimits:
         if spec.rate is None:
             least = f"this server compresses at a rate of {self.min_rate:g} or more"
             raise SpecError("budget", f"{least}: give a rate instead")
+        if spec.on_pressure:
+            raise SpecError("on_pressure", "may leave it whole; this server has a least rate")
         if spec.rate < self.min_rate:
             raise _limit("rate", "at least", self.min_rate, spec.rate)
-        for name in _KEEPING:
+        if spec.question is not None:
+            problem = "would keep tokens whole; this server has a least rate"
+            raise SpecError("question", problem)
+        for name in _KEEPING[:-1]:
             most = getattr(OFF, name)
             if getattr(spec, name) > most:
                 raise _limit(name, "at most", most, getattr(spec, name))

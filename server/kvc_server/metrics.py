@@ -8,6 +8,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from kvc_server.record import Record
+from kvc_server.routes import GENERATING
 
 _SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 _TOKEN_SECONDS = (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10)
@@ -56,6 +57,8 @@ class Metrics:
             "kvc_broken_streams", "Streams that ended in an error event.",
             ["endpoint"], registry=registry,
         )  # fmt: skip
+        for path in GENERATING:  # from 0 on: of a first sample Prometheus sees no increase
+            self.broken_streams.labels(path)
         self.kv_bytes = Counter(
             "kvc_kv_bytes", "KV bytes of served requests, before and after compression.",
             ["when"], registry=registry,
@@ -78,6 +81,24 @@ class Metrics:
             "kvc_worker_probe_age_seconds", "Since the worker last answered a probe.",
             registry=registry,
         )  # fmt: skip
+        self.knobs_lost = Counter(
+            "kvc_knobs_lost", "Requests whose knob did not reach the worker.", registry=registry
+        )
+        self.memory_blocks = Gauge(
+            "kvc_admission_blocks", "Blocks predicted for admitted requests, and of the pool.",
+            ["of"], registry=registry,
+        )  # fmt: skip
+        self.memory_waiting = Gauge(
+            "kvc_admission_waiting", "Requests that wait for room in the pool.", registry=registry
+        )
+        self.memory_wait = Histogram(
+            "kvc_admission_wait_seconds", "For which admitted requests waited for room.",
+            buckets=_SECONDS, registry=registry,
+        )  # fmt: skip
+        self.raised = Counter(
+            "kvc_rates_raised", "Requests whose rate was raised for want of room.",
+            registry=registry,
+        )  # fmt: skip
         self._reasons: set[str] = set()
 
     def observe(self, record: Record) -> None:
@@ -88,6 +109,8 @@ class Metrics:
             self.first_token.labels(record.endpoint).observe(record.first_s)
         if record.tenant is not None:
             self.tenant_requests.labels(record.tenant, record.status).inc()
+        if record.knob_lost:
+            self.knobs_lost.inc()
         for result in record.results:
             self.observe_result(result)
             for of in ("prompt", "completion"):

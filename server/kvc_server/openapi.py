@@ -9,14 +9,17 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from kvc_server import routes
+from kvc_server import elastic, routes
 from sgl_kvc import __version__
 from sgl_kvc.spec import (
+    CHOICES,
     CUSTOM_PARAM,
     FIELDS,
     INTEGERS,
     MAX_RATE,
+    ON_PRESSURE,
     PRESETS,
+    SWITCHES,
     Parameter,
     methods,
 )
@@ -62,11 +65,17 @@ _BODIES: Mapping[str, tuple[str, Schema, Schema]] = {
         "Count a chat's tokens", {"model": _TEXT, "messages": _MESSAGES}, {}),
     "/v1/tokenize": ("Tokens of a text or a chat", {}, {"prompt": {}, "messages": _MESSAGES}),
     "/v1/detokenize": ("Text of tokens", {"tokens": {"type": "array"}}, {}),
+    routes.DOCUMENTS: (
+        "Compress a document once and keep it for many readers", {},
+        {"messages": _MESSAGES, "text": _TEXT, "input_ids": {"type": "array"},
+         "ttl_s": {"type": "number"}, "cache_salt": _TEXT}),
 }  # fmt: skip
 _ALSO = {"/tokenize": "/v1/tokenize", "/detokenize": "/v1/detokenize"}
 _READ = {
     routes.MODELS: "The worker's models",
     "/v1/models/{model}": "One of them",
+    routes.MODEL_INFO: "The worker's model, in SGLang's words",
+    routes.GET_MODEL_INFO: "The same, for sglang.RuntimeEndpoint",
     routes.RESPONSE: "A response that was stored",
     "/v1/kv_policies": "What a request can ask for in kv_compression",
     "/live": "Whether the gateway lives",
@@ -99,6 +108,9 @@ def document() -> dict[str, Any]:
     paths: dict[str, Any] = {path: {"post": _post(path)} for path in (*_BODIES, *_ALSO)}
     for path, summary in _READ.items():
         paths[path] = {"get": _operation(summary, path)}
+    paths[routes.DOCUMENTS]["get"] = _operation("What is stored compressed", routes.DOCUMENTS)
+    released = _operation("Let a kept document be evicted like others", routes.DOCUMENT)
+    paths[routes.DOCUMENT] = {"delete": released}
     paths[routes.CANCEL] = {
         "post": _operation("Cancel a response in the background", routes.CANCEL)
     }
@@ -117,11 +129,15 @@ def document() -> dict[str, Any]:
 def knob_schema() -> Schema:
     """The knob as JSON Schema: what it refuses is refused, though not all that is refused."""
     fields: Schema = {name: {} for name in FIELDS}
-    for name in ("rate", "max_rate"):
+    for name in ("rate", ON_PRESSURE, "max_rate"):
         fields[name] = {"type": "number", "minimum": 1, "maximum": MAX_RATE}
+    rate = fields["max_rate"]
+    fields[elastic.FIELD] = {"type": "object", "required": ["max_rate"],
+                             "properties": {"max_rate": rate}, "additionalProperties": False}
     for name, (low, high) in INTEGERS.items():
         fields[name] = {"type": "integer", "minimum": low, "maximum": high}
-    fields["force"] = _TRUTH
+    fields |= dict.fromkeys(SWITCHES, _TRUTH)
+    fields |= {name: {"enum": list(choices)} for name, choices in CHOICES.items()}
     fields["policy"] = {"enum": sorted(PRESETS)}
     for field, family in (("scorer", "scorers"), ("apportioner", "apportioners")):
         fields[field] = {"enum": sorted(methods(family))}
@@ -158,13 +174,14 @@ def _parameter(parameter: Parameter) -> Schema:
 def _post(path: str) -> Schema:
     summary, needed, others = _BODIES[_ALSO.get(path, path)]
     fields = {**needed, **others}
-    if path in routes.GENERATING:
+    knobbed = path in routes.GENERATING or path == routes.DOCUMENTS
+    if knobbed:
         fields[CUSTOM_PARAM] = {"$ref": f"#/components/schemas/{CUSTOM_PARAM}"}
     body = {"type": "object", "properties": fields, "required": list(needed),
-            "additionalProperties": True}  # fmt: skip
+            "additionalProperties": path != routes.DOCUMENTS}  # fmt: skip
     content = {"application/json": {"schema": body}}
     operation = _operation(summary, path)
-    if path in routes.GENERATING:
+    if knobbed:
         operation["parameters"] = [
             {"in": "header", "name": "X-KV-Compression-Rate", "schema": {"type": "number"},
              "description": "the rate, instead of kv_compression"},

@@ -7,6 +7,7 @@ from typing import Any
 
 from sgl_kvc.spec import (
     DEFAULT_POLICY,
+    DEFAULT_QUESTION_APART,
     PRESETS,
     Method,
     Parameter,
@@ -20,6 +21,7 @@ def catalogue() -> dict[str, Any]:
     """The body of ``GET /v1/kv_policies`` and of ``sgl-kvc policies --json`` (docs/http.md)."""
     return {
         "default": DEFAULT_POLICY,
+        "default_with_question_tokens": DEFAULT_QUESTION_APART,
         "policies": [_policy(name) for name in PRESETS],
         "scorers": [_method(method) for method in methods("scorers").values()],
         "apportioners": [_method(method) for method in methods("apportioners").values()],

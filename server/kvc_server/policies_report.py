@@ -43,7 +43,11 @@ def _policies(known: dict[str, Any]) -> Table:
     last = "source, and how it differs"
     table = _table("Policies", "policy", "scorer + apportioner", "parameters", last)
     for policy in known["policies"]:
-        name = policy["name"] + (" (default)" if policy["name"] == known["default"] else "")
+        name = policy["name"]
+        if name == known["default"]:
+            name += " (default)"
+        elif name == known["default_with_question_tokens"]:
+            name += " (default, question apart)"
         parameters = {key: value["default"] for key, value in policy["parameters"].items()}
         parameters |= {"sinks": policy["sinks"], "recent": policy["recent"]}
         table.add_row(

@@ -3,20 +3,30 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from collections.abc import AsyncIterator, Coroutine, Iterable
-from typing import Any
+from typing import Any, TypeVar
 
 import anyio
 import httpx
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kvc_server.errors import ApiError, from_transport, from_worker, from_worker_json
-from kvc_server.events import ErrorRewriter, ResultScanner, error_line, results, stream_status
+from kvc_server.events import (
+    ResultScanner,
+    Rewriter,
+    amended_body,
+    error_line,
+    results,
+    stream_status,
+)
 from kvc_server.metrics import Metrics
 from kvc_server.record import Record
-from sgl_kvc.spec import KNOB_HEADER, NAMESPACE_HEADER
+from kvc_server.reports import Reports
+from sgl_kvc.spec import KNOB_HEADER, NAMESPACE_HEADER, routed
 
 _LAST_EVENT_S = 1.0
 _HOP_BY_HOP = frozenset(
@@ -25,7 +35,7 @@ _HOP_BY_HOP = frozenset(
 )
 _NOT_FORWARDED = _HOP_BY_HOP | {
     b"host", b"content-length", b"accept-encoding", b"expect", b"x-kv-compression-rate",
-    KNOB_HEADER.encode(), NAMESPACE_HEADER.encode(),
+    *(form.encode() for name in (KNOB_HEADER, NAMESPACE_HEADER) for form in (name, routed(name))),
 }  # fmt: skip
 _KEYS = frozenset({b"authorization", b"x-api-key"})
 #: Far more than any parameter of a query needs; httpx and servers have limits of their own.
@@ -33,6 +43,7 @@ MAX_QUERY_BYTES = 16384
 _TARGET = re.compile(rb"[\x21-\x7e]*")  # what RFC 9112 allows, and h11 sends
 
 Headers = list[tuple[bytes, bytes]]
+T = TypeVar("T")
 
 
 def request_headers(
@@ -101,18 +112,25 @@ class Forward(Response):
     """
 
     def __init__(
-        self, client: httpx.AsyncClient, request: httpx.Request, metrics: Metrics, record: Record
+        self,
+        client: httpx.AsyncClient,
+        request: httpx.Request,
+        metrics: Metrics,
+        record: Record,
+        reports: Reports | None = None,
     ):
         super().__init__()
         self._client = client
         self._request = request
         self._metrics = metrics
         self._record = record
+        self._reports = reports
         self._sent = b"\n\n"  # the end of what was
         self.started = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await while_connected(receive, self._relay(send))
+        with contextlib.suppress(ClientDisconnect):
+            await while_connected(receive, self._relay(send))
 
     async def end_with(self, error: ApiError, send: Send) -> None:
         """Make `error` the last event of a stream that has begun, unless its client is stuck."""
@@ -137,9 +155,11 @@ class Forward(Response):
         body = b"".join([chunk async for chunk in worker.aiter_raw()])
         if worker.status_code >= 400:
             raise from_worker(worker.status_code, body, worker.headers)
+        if self._reports is not None:
+            body = amended_body(body, self._reports)
         length = (b"content-length", str(len(body)).encode())
         await self._start(worker, send, length)
-        self._record.results = results(body)
+        self._note(results(body))
         await send({"type": "http.response.body", "body": body})
 
     async def _relay_stream(self, worker: httpx.Response, send: Send) -> None:
@@ -153,20 +173,20 @@ class Forward(Response):
             body = b"".join([chunk, *rest])
             raise from_worker(worker.status_code, body, worker.headers)
         await self._start(worker, send)
-        scanner, errors = ResultScanner(), ErrorRewriter()
+        scanner, lines = ResultScanner(), Rewriter(self._reports)
         try:
             while chunk:
-                if text := errors.feed(chunk):
+                if text := lines.feed(chunk):
+                    scanner.feed(text)
                     await self._send_on(text, send)
-                scanner.feed(chunk)
                 await asyncio.sleep(0)  # let others run, and a disconnect be noticed
                 chunk = await anext(chunks, b"")
-            await self._send_on(errors.rest(), send)
-            self._record.results = scanner.results()
+            await self._send_on(lines.rest(), send)
+            self._note(scanner.results())
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         except httpx.HTTPError as lost:
-            await self._send_on(errors.rest(), send)
-            self._record.results = scanner.results()
+            await self._send_on(lines.rest(), send)
+            self._note(scanner.results())
             await self.end_with(from_transport(lost), send)
 
     async def _start(self, worker: httpx.Response, send: Send, *more: tuple[bytes, bytes]) -> None:
@@ -176,13 +196,23 @@ class Forward(Response):
             {"type": "http.response.start", "status": worker.status_code, "headers": headers}
         )
 
+    def _note(self, found: list[Any]) -> None:
+        self._record.results = found
+        if self._reports is not None:
+            self._record.knob_lost = self._reports.lost is not None
+
     async def _send_on(self, text: bytes, send: Send) -> None:
         self._sent = text[-2:] or self._sent
         await send({"type": "http.response.body", "body": text, "more_body": True})
 
 
-async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
-    """Run `work` until it is done, or cancel it when the client disconnects."""
+async def while_connected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """What `work` returns, unless the client disconnects: then it is cancelled.
+
+    Raises
+    ------
+    ClientDisconnect
+    """
     task = asyncio.create_task(work)
     gone = asyncio.create_task(_disconnected(receive))
     try:
@@ -193,8 +223,9 @@ async def while_connected(receive: Receive, work: Coroutine[Any, Any, None]) -> 
         gone.cancel()
         with anyio.CancelScope(shield=True):
             await asyncio.wait({task, gone})
-    if not task.cancelled():
-        task.result()
+    if task.cancelled():
+        raise ClientDisconnect
+    return task.result()
 
 
 async def _disconnected(receive: Receive) -> None:

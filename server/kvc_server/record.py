@@ -27,6 +27,7 @@ class Record:
     first_s : seconds to the first byte of a stream; None if it is none.
     results : the `kv_compression` objects of its answer, once it has come to its end.
     complete : whether its answer came to its end.
+    knob_lost : whether the knob did not reach the worker.
     held : what the request holds of limits, let go when it is over, before its client can know.
     """
 
@@ -40,6 +41,7 @@ class Record:
     first_s: float | None = None
     results: list[Any] = dataclasses.field(default_factory=list)
     complete: bool = False
+    knob_lost: bool = False
     held: contextlib.ExitStack = dataclasses.field(default_factory=contextlib.ExitStack)
 
     def to_json(self) -> str:
@@ -56,6 +58,8 @@ class Record:
             "seconds": round(self.seconds, 4),
             "first_seconds": None if self.first_s is None else round(self.first_s, 4),
         }
+        if self.knob_lost:
+            fields["knob_lost"] = True
         if self.results:
             fields |= _compression(self.results)
         return json.dumps(fields)

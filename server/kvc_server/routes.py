@@ -31,14 +31,27 @@ PASSED = (
 )  # fmt: skip
 MODELS = "/v1/models"
 MODEL = "/v1/models/{model:path}"
+#: The worker's, by its name and by the one that an `sglang.RuntimeEndpoint` asks for.
+MODEL_INFO, GET_MODEL_INFO = "/model_info", "/get_model_info"
 RESPONSE = "/v1/responses/{response_id}"
 CANCEL = "/v1/responses/{response_id}/cancel"
+#: Documents that are kept, and one of them.
+DOCUMENTS = "/v1/kv_cache"
+DOCUMENT = "/v1/kv_cache/{name}"
+#: Of the worker's, what the gateway asks it for itself; the last is its operator's.
+TOKENIZE, SERVER_INFO, SET_STATE = "/v1/tokenize", "/server_info", "/set_internal_state"
+#: What SGLang's router calls the first, of one of its workers; and its list of them.
+ROUTED_SERVER_INFO, ROUTED_WORKERS = "/get_server_info", "/workers"
 #: What the gateway answers by itself.
 OWN = ("/v1/kv_policies", "/live", "/health", "/readiness", "/metrics", "/openapi.json")
 
 #: What metrics and logs call a request's path; every other path is "other".
-NAMED = frozenset({*GENERATING, *PASSED, MODELS, *OWN})
-_BY_PREFIX = {"/v1/models/": MODEL.replace(":path", ""), "/v1/responses/": RESPONSE}
+NAMED = frozenset({*GENERATING, *PASSED, MODELS, MODEL_INFO, GET_MODEL_INFO, DOCUMENTS, *OWN})
+_BY_PREFIX = {
+    "/v1/models/": MODEL.replace(":path", ""),
+    "/v1/responses/": RESPONSE,
+    "/v1/kv_cache/": DOCUMENT,
+}
 _RESPONSE_ID = re.compile(r"resp_[\w-]{1,128}", re.ASCII)
 
 

@@ -13,7 +13,7 @@ import uvicorn
 from kvc_server.app import create_app
 from kvc_server.embedded import RECALL, embedded_model
 from kvc_server.proxy import request_headers
-from kvc_server.serve_options import knob_limits_of, limits_of, watch_of
+from kvc_server.serve_options import knob_limits_of, limits_of, room_of, watch_of
 from kvc_server.serving import Server
 from kvc_server.settings import Settings, SettingsError
 from kvc_server.worker import WorkerFailed
@@ -46,6 +46,7 @@ def settings_of(options: argparse.Namespace, worker_args: tuple[str, ...]) -> Se
         read_timeout=options.read_timeout,
         limits=limits_of(options),
         knob_limits=knob_limits_of(options),
+        room=room_of(options),
         watch=watch_of(options),
         keys=options.keys,
         access_log=options.access_log,

@@ -6,6 +6,7 @@ import argparse
 
 from kvc_server.knob_limits import KnobLimits
 from kvc_server.limits import MIB, Limits
+from kvc_server.memory import Waiting
 from kvc_server.probe import Watch
 
 _OPTIONS = (  # name, its default and unit, what it is
@@ -19,6 +20,8 @@ _OPTIONS = (  # name, its default and unit, what it is
     ("--min-budget", KnobLimits.min_budget, "N", "least budget a request may ask for"),
     ("--min-recompress-every", KnobLimits.min_recompress_every, "N", "its least recompress_every"),
     ("--min-rate", KnobLimits.min_rate, "RATE", "lowest rate a request may ask for"),
+    ("--queue-timeout", Waiting.timeout, "S", "seconds a request waits for room in the pool"),
+    ("--queue", Waiting.most, "N", "requests that wait for it; more are told to come back"),
     ("--max-in-flight", Limits.max_in_flight, "N", "requests at once; more are told to wait"),
 )
 
@@ -37,6 +40,8 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="refuse policies that take nothing from the prefix cache")  # fmt: skip
     add("--force-rate", type=float, metavar="RATE",
         help="the rate of every request, whatever it asks for")  # fmt: skip
+    add("--admit-by-memory", action="store_true",
+        help="let requests in while the KV pool has room for them; others wait here")  # fmt: skip
     add("--keys", metavar="FILE",
         help="the file of API keys (sgl-kvc key); without it everybody is served")  # fmt: skip
     add("--access-log", metavar="FILE",
@@ -70,6 +75,11 @@ def limits_of(options: argparse.Namespace) -> Limits:
         body_timeout=options.body_timeout,
         drain_timeout=options.drain_timeout,
     )
+
+
+def room_of(options: argparse.Namespace) -> Waiting | None:
+    """How requests wait for room in the worker's KV pool."""
+    return Waiting(options.queue_timeout, options.queue) if options.admit_by_memory else None
 
 
 def watch_of(options: argparse.Namespace) -> Watch:

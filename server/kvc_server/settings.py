@@ -8,6 +8,7 @@ from urllib.parse import urlsplit
 
 from kvc_server.knob_limits import KnobLimits, default_allowed
 from kvc_server.limits import Limits
+from kvc_server.memory import Waiting
 from kvc_server.probe import Watch
 from sgl_kvc.spec import DEFAULT_POLICY, MAX_RATE, SpecError, parse, parse_rate
 
@@ -37,6 +38,7 @@ class Settings:
     read_timeout : seconds of silence from the worker before giving up; None waits forever.
     limits : what a client may cost before its request begins, and how long a stop waits.
     knob_limits : what requests may ask for besides.
+    room : how requests wait for room in the worker's KV pool; None sends them on at once.
     watch : how the worker is watched.
     keys : the file of API keys; None lets everybody in.
     access_log : file for a line of JSON per request, "-" for stdout; None writes none.
@@ -53,6 +55,7 @@ class Settings:
     read_timeout: float | None = None
     limits: Limits = dataclasses.field(default_factory=Limits)
     knob_limits: KnobLimits = dataclasses.field(default_factory=KnobLimits)
+    room: Waiting | None = None
     watch: Watch = dataclasses.field(default_factory=Watch)
     keys: str | None = None
     access_log: str | None = None
@@ -93,6 +96,10 @@ class Settings:
             if (amount := amounts.pop(option)) < 1:
                 name = "--" + option.replace("_", "-")
                 raise SettingsError(f"{name} must be a positive number (got {amount})")
+        if self.room is not None:
+            amounts["queue_timeout"] = self.room.timeout
+            if self.room.most < 0:
+                raise SettingsError(f"--queue must not be negative (got {self.room.most})")
         amounts |= {"connect_timeout": self.connect_timeout, "read_timeout": self.read_timeout}
         for option, seconds in amounts.items():
             if seconds is not None and not (seconds > 0 and math.isfinite(seconds)):

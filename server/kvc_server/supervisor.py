@@ -78,6 +78,10 @@ class LocalWorker:
     def key(self) -> str:
         return self._keys[WORKER_KEYS["api_key"]]
 
+    @property
+    def admin_key(self) -> str:
+        return self._keys[WORKER_KEYS["admin_api_key"]]
+
     async def start(self) -> None:
         self._task = asyncio.create_task(self._supervise())
 

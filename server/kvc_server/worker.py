@@ -42,6 +42,11 @@ class Worker(Protocol):
         """Its API key, for the Authorization of every request that is sent there."""
         ...
 
+    @property
+    def admin_key(self) -> str | None:
+        """The key for what only its operator may do; `key` if it has no other."""
+        ...
+
     async def start(self) -> None:
         """Begin to bring the worker up; returns at once."""
         ...
@@ -60,7 +65,9 @@ class RemoteWorker:
 
     def __init__(self, url: str, client: httpx.AsyncClient, watch: Watch):
         self._url = url.rstrip("/")
-        self.key = os.environ.get(WORKER_KEYS["api_key"])
+        # empty is none, as for the worker
+        self.key = os.environ.get(WORKER_KEYS["api_key"]) or None
+        self.admin_key = os.environ.get(WORKER_KEYS["admin_api_key"]) or self.key
         self._probe = Probe(client, self._url, watch)
         self._task: asyncio.Task[None] | None = None
 

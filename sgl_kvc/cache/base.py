@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 
+from sgl_kvc.cache.segments import StoredSegment
 from sgl_kvc.cache.sharing import Sharing
 from sgl_kvc.pool.arena import ArenaKVPool
 from sgl_kvc.pool.segment import Segment
@@ -34,6 +35,15 @@ class PrefixCache(Protocol):
     sharing: Sharing
     token_to_kv_pool_allocator: Any
 
+    def compress(self, req: Req) -> bool:
+        """Compress the prompt of `req`, whose scores are complete; whether that was done."""
+
+    def recompress(self, req: Req) -> None:
+        """Compress what `req` holds again, if that is due."""
+
+    def free_tokens(self) -> int:
+        """What is free or can be evicted."""
+
     def allocate(self, tokens: int) -> torch.Tensor | None:
         """Slots of `tokens` in whole blocks, evicted from the cache if need be: int64 [tokens].
 
@@ -52,6 +62,21 @@ class PrefixCache(Protocol):
 
     def point_row(self, req: Req, segment: Segment) -> None:
         """Write `segment` into the row of `req`, and where it lies into the span table."""
+
+    def find_segment(self, req: Req) -> StoredSegment | None:
+        """The stored segment that stands for exactly what is compressed of the prompt of `req`.
+
+        None also where the request must not read one (`Request.shares_segment`).
+        """
+
+    def store_segment(self, req: Req, segment: Segment) -> StoredSegment:
+        """Make `segment`, which `req` has made of its prompt, an entry of the cache."""
+
+    def hold_segment(self, req: Req, stored: StoredSegment) -> None:
+        """Lock `stored`, and what precedes it, instead of what `req` has locked."""
+
+    def pin_segment(self, stored: StoredSegment, expires: float | None) -> bool:
+        """Keep `stored` until it is released; False where there is no room for more."""
 
     def hold_only(self, req: Req, tokens: int) -> None:
         """Lock the cache's first `tokens` of the prompt, a block boundary, and nothing behind."""

@@ -11,10 +11,13 @@ from kvc_kernels.compact import compact
 from sgl_kvc.cache import continual
 from sgl_kvc.cache.base import PrefixCache
 from sgl_kvc.cache.request import Request
+from sgl_kvc.cache.segments import StoredSegment
+from sgl_kvc.policy.scores import PromptScores
 from sgl_kvc.policy.selection import Selection
 from sgl_kvc.pool.arena import ArenaKVPool
+from sgl_kvc.pool.host_copy import HostCopy
 from sgl_kvc.pool.segment import Segment
-from sgl_kvc.report import BlockSize, Kept, Report
+from sgl_kvc.report import MAX_BITS, BlockSize, Kept, KeptByHead, Report
 from sgl_kvc.spec import Extent
 
 if TYPE_CHECKING:
@@ -26,8 +29,9 @@ _NO_ROOM = "no free blocks to compress into"
 def compress(cache: PrefixCache, req: Req) -> bool:
     """Compress the prompt of `req`, whose scores are complete, where that frees memory.
 
-    Without room for the copy the scores stay, so that it can be tried again. Where the copy would
-    take more than it frees, the request stays as it is, and its report says so.
+    What others may read becomes an entry of the cache, or is one already. Without room for the
+    copy the scores stay, so that it can be tried again. Where the copy would take more than it
+    frees, the request stays as it is, and its report says so.
 
     Returns
     -------
@@ -37,6 +41,12 @@ def compress(cache: PrefixCache, req: Req) -> bool:
     extent, report = request.extent, request.report
     assert extent is not None
     assert report is not None
+    shared = request.shares_segment(req) and _at_cut(req, extent)
+    stored = cache.find_segment(req) if shared else None
+    if stored is not None:  # another has made it meanwhile
+        cache.hold_segment(req, stored)
+        begin_reading(cache, req, stored)
+        return True
     loss = _loss(cache, request, extent)
     if loss is not None:
         report.skipped, request.scores = loss, None
@@ -54,12 +64,33 @@ def compress(cache: PrefixCache, req: Req) -> bool:
         segment, selection = _copy(cache.pool, request, row_slots, slots)
         if request.goes_on and continual.tracked_power(request.spec):
             continual.start_metric(cache.pool, request, selection, segment, row_slots)
-    install(cache, req, segment)
+    if shared or request.reuses(req):
+        stored = cache.store_segment(req, segment)
+        cache.hold_segment(req, stored)
+        begin_reading(cache, req, stored)
+    else:
+        install(cache, req, segment)
     return True
 
 
+def begin_reading(cache: PrefixCache, req: Req, stored: StoredSegment) -> None:
+    """Have `req`, which holds the lock on `stored`, read it, and report it."""
+    request, segment = Request.of(req), stored.segment
+    assert request.extent is not None
+    with cache.behind_forward():
+        cache.point_row(req, segment)
+    if request.stored is not None:
+        request.stored.readers -= 1
+    request.segment, request.stored, request.scores = segment, stored, None
+    stored.readers += 1
+    request.report = _compressed(request, request.extent, segment, cache.block)
+    request.report.begun = request.begun
+    if request.pin is not None and cache.pin_segment(stored, request.pin.expires):
+        request.report.pinned = stored.name
+
+
 def install(cache: PrefixCache, req: Req, segment: Segment) -> None:
-    """Have `req` read `segment` instead of what it stands for, and report it."""
+    """Have `req` read `segment`, its own, instead of what it stands for, and report it."""
     request = Request.of(req)
     extent = request.extent
     assert extent is not None
@@ -76,6 +107,9 @@ def install(cache: PrefixCache, req: Req, segment: Segment) -> None:
         request.states = request.scores.states
     request.segment, request.scores = segment, None
     request.report = _compressed(request, extent, segment, cache.block)
+    request.report.on_pressure = request.spec.rate if request.spec.on_pressure else None
+    if request.spec.explain:
+        request.report.explain = _kept_by_head(cache.pool, segment)
 
 
 def empty_segment(pool: ArenaKVPool, request: Request) -> Segment:
@@ -104,12 +138,26 @@ def _copy(
     """
     extent, scores = request.extent, request.scores
     assert extent is not None
-    assert scores is not None
+    assert isinstance(scores, PromptScores)
     selection, page = scores.select(), pool.page_size
     source, target = row_slots[: extent.end].clone(), slots[::page] // page
     compact(pool.arena_k, pool.arena_v, source, selection.positions, selection.pages, target)
-    segment = Segment(extent.begin, extent.end, slots, selection.pages, page, request.spec)
+    bitmap, bits = None, len(selection.pages) * (extent.end - extent.begin)
+    if request.spec.explain and bits <= MAX_BITS:
+        bitmap = HostCopy(selection.bitmap(extent.begin, extent.end, page))
+    segment = Segment(
+        extent.begin, extent.end, slots, selection.pages, page, request.spec, bitmap=bitmap
+    )
     return segment, selection
+
+
+def _at_cut(req: Req, extent: Extent) -> bool:
+    """Whether nothing was read yet of what follows the tokens that are compressed.
+
+    Without room for the segment it was, and that over the full cache: what then lies behind the
+    segment is not what another request would find there.
+    """
+    return len(req.get_fill_ids()) == extent.cut
 
 
 def _loss(cache: PrefixCache, request: Request, extent: Extent) -> str | None:
@@ -130,20 +178,27 @@ def _loss(cache: PrefixCache, request: Request, extent: Extent) -> str | None:
     )
 
 
+def _kept_by_head(pool: ArenaKVPool, segment: Segment) -> KeptByHead:
+    return KeptByHead(
+        pool.layer_num, pool.head_num, segment.begin, segment.end, segment.page_counts,
+        segment.bitmap,
+    )  # fmt: skip
+
+
 def _compressed(
     request: Request, extent: Extent, segment: Segment, block: BlockSize
 ) -> Report:
-    tail = extent.prompt_tokens - extent.end
+    tail = extent.prompt_tokens - segment.end
     tail_blocks = -(-tail // block.tokens)
-    always = extent.begin + tail
+    always = segment.begin + tail
     kept = Kept(always, always + len(segment.slots), segment.page_bounds)
     return Report(
         extent.prompt_tokens,
         block,
         kept,
-        before=extent.end // block.tokens + tail_blocks,
+        before=segment.end // block.tokens + tail_blocks,
         own=segment.blocks + tail_blocks,
-        shared=extent.begin // block.tokens,
+        shared=segment.begin // block.tokens,
         policy=request.spec.policy,
         rate=request.spec.rate,
         recompressed=0 if request.goes_on else None,

@@ -10,13 +10,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-from kvc_kernels.compact import move
-from kvc_kernels.pages import page_ids
 
 from sgl_kvc.cache.base import PrefixCache
+from sgl_kvc.cache.repack import held_pages, holds_page, owners, repack
 from sgl_kvc.cache.request import Request
 from sgl_kvc.policy.base import HeldContext, scorer
-from sgl_kvc.policy.selection import Selection, select
+from sgl_kvc.policy.scores import PromptScores
+from sgl_kvc.policy.selection import Selection
 from sgl_kvc.pool.arena import ArenaKVPool
 from sgl_kvc.pool.segment import Segment
 from sgl_kvc.spec import CompressionSpec
@@ -46,13 +46,13 @@ def start_metric(
     ----------
     row_slots : integer [n], the request's row of ``req_to_token``.
     """
-    assert request.scores is not None
+    assert isinstance(request.scores, PromptScores)
     assert request.extent is not None
     scores, page, extent = request.scores.scores(), pool.page_size, request.extent
     if request.spec.continual == "rescored":
         scores = torch.zeros_like(scores)
     layers, heads, _ = scores.shape
-    head = _owners(selection, page)
+    head = owners(selection, page)
     kept = scores.flatten(0, 1)[head, selection.positions]
     pool.metric[segment.slots[::page] // page] = kept.view(-1, layers, heads, page)
     tail = row_slots[extent.end : extent.scored].long()
@@ -92,34 +92,17 @@ def recompress(cache: PrefixCache, req: Req) -> bool:
         return False
     old = cache.row_slots(req)[segment.row_begin : end].clone()
     with cache.behind_forward(slots):
-        pages, first = _held_pages(pool, req.req_pool_idx, segment, end)
-        before = torch.arange(pages.shape[1], device=pages.device) < first[:, None]
+        pages, first = held_pages(pool, req.req_pool_idx, segment, end)
         if spec.continual == "position":  # a head's pages stand in that order
             scores = torch.arange(pages[0].numel() * page, device=pages.device).float()
             scores = scores.view(1, -1, page).repeat(len(pages), 1, 1)
         elif spec.continual == "rescored":
-            scores = _rescored(pool, request, pages, ~before, length).view(*pages.shape, page)
+            held = holds_page(pages, first)
+            scores = _rescored(pool, request, pages, held, length).view(*pages.shape, page)
         else:
             scores = pool.metric.flatten(0, 2)[pages]
-        scores.masked_fill_(before[..., None], -torch.inf)
-        selection = select(
-            scores.view(pool.layer_num, pool.head_num, -1),
-            spec,
-            blocks,
-            page,
-            tail=length - end,
-            before=segment.begin,
-            first=first * page,
-            facts=pool.facts,
-        )
-        head = _owners(selection, page)
-        source, offset = pages[head, selection.positions // page], selection.positions % page
-        arenas = [pool.arena_k, pool.arena_v]
-        if tracked_power(spec):
-            arenas.append(pool.metric)
-        for arena in arenas:
-            move(arena, source, offset, slots[::page] // page)
-        new = Segment(segment.begin, end, slots, selection.pages, page, spec)
+        metric = bool(tracked_power(spec))
+        new = repack(pool, spec, segment, end, length, pages, first, scores, slots, metric=metric)
         cache.point_row(req, new)
         if spec.continual == "rescored":
             _forget_attention(cache, req, new, length)
@@ -166,34 +149,3 @@ def _rescored(
         context = HeldContext(keys, there, attention, length, spec, pool.facts, state)
         scores.append(rescore(context))
     return torch.cat(scores)
-
-
-def _owners(selection: Selection, page_size: int) -> torch.Tensor:
-    """The head of every selected KV: int64 [n]. Nothing waits, for their number is known."""
-    pages = selection.pages
-    heads = torch.arange(len(pages), device=pages.device)
-    return torch.repeat_interleave(
-        heads, pages * page_size, output_size=len(selection.positions)
-    )
-
-
-def _held_pages(
-    pool: ArenaKVPool, row: int, segment: Segment, end: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The full pages of every head of a row behind ``segment.begin`` and up to `end`.
-
-    They stand at the end of a rectangle, since heads hold different numbers.
-
-    Returns
-    -------
-    pages : int64 [L * H, C], page ids in the arena's flat view; 0 before `first`.
-    first : int64 [L * H], where each head's pages begin.
-    """
-    tail_blocks = (end - segment.end) // pool.page_size
-    most = segment.page_bounds.tolist()[1]  # there since the step that compressed
-    first = most - segment.pages
-    nth = torch.arange(most + tail_blocks, device=first.device) - first[:, None]
-    shared = segment.begin // pool.page_size
-    head = torch.arange(len(first), device=first.device)[:, None]
-    ids = page_ids(pool.cache, row, head, shared + nth.clamp(min=0))
-    return torch.where(nth >= 0, ids, 0), first

@@ -15,25 +15,30 @@ What a request's row of ``req_to_token`` holds, by position::
 from __future__ import annotations
 
 import contextlib
+from array import array
 from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import MatchPrefixParams, MatchResult
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
-from sglang.srt.mem_cache.common import evict_from_tree_cache, maybe_cache_unfinished_req
-from sglang.srt.mem_cache.radix_cache import RadixCache, RadixKey
+from sglang.srt.mem_cache.common import evict_from_tree_cache
+from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from sgl_kvc.cache import continual
+from sgl_kvc.cache import continual, timing
 from sgl_kvc.cache.accounting import Compactions
 from sgl_kvc.cache.base import PrefixCache
-from sgl_kvc.cache.compaction import compress, empty_segment, install
-from sgl_kvc.cache.request import Request
+from sgl_kvc.cache.compaction import begin_reading, compress, empty_segment, install
+from sgl_kvc.cache.request import Request, cannot_compress
+from sgl_kvc.cache.segment_tree import SegmentRadixCache
 from sgl_kvc.cache.sharing import Sharing
 from sgl_kvc.cache.states import StateCache
+from sgl_kvc.cache.turns import compress_turn, prepare_turn
 from sgl_kvc.policy.scores import PromptScores
 from sgl_kvc.pool.arena import ArenaKVPool
 from sgl_kvc.pool.segment import Segment
+from sgl_kvc.pool.streams import behind
 from sgl_kvc.report import BlockSize, Report
 from sgl_kvc.spec import Extent
 
@@ -43,8 +48,8 @@ if TYPE_CHECKING:
 _ENDED_EARLY = "the request ended before its first token was decoded"
 
 
-class CompressingRadixCache(RadixCache, PrefixCache):
-    """A `RadixCache` that compresses requests after their prefill.
+class CompressingRadixCache(SegmentRadixCache, PrefixCache):
+    """A radix cache that compresses requests after their prefill.
 
     Attributes
     ----------
@@ -83,24 +88,33 @@ class CompressingRadixCache(RadixCache, PrefixCache):
         Sets the report and, if it will be, the scores, which attention then feeds.
         """
         request = Request.of(req)
+        self.holds.tell(request.arrived)
         request.row = req.req_pool_idx
         self.pool.requests[req.rid] = request
         if request.scores is not None or request.segment is not None:
             return  # a later chunk of the same prompt
-        extent, tokens = self._extent(req), request.prompt(req)
+        extent, tokens, found = self._extent(req), request.prompt(req), request.found
+        if found is not None and len(req.prefix_indices) >= found.segment.end:
+            self.sharing.add(request, tokens[: found.segment.begin], req.extra_key, self.page_size)
+            request.begun = found.segment.end if request.reuses(req) else None
+            begin_reading(self, req, found)
+            found.hits += 1
+            prepare_turn(self, req)
+            return
         self.sharing.add(request, tokens, req.extra_key, self.page_size)
         skipped = request.unusable or extent.skipped
-        if extent.compressed:
+        if extent.compressed and not request.spec.on_pressure:
             skipped = _ENDED_EARLY
         request.report = Report.uncompressed(len(tokens), self.block, skipped)
+        request.report.on_pressure = request.spec.rate if request.spec.on_pressure else None
         if extent.compressed and not extent.end:
             install(self, req, empty_segment(self.pool, request))
         elif extent.compressed and extent.segment_blocks:
-            known = self._known_states(req)
             layers, facts = self.pool.layer_num, self.pool.facts
             request.scores = PromptScores(
-                request.spec, extent, tokens, self.page_size, layers, facts, known
+                request.spec, extent, tokens, self.page_size, layers, facts, request.known
             )
+            request.known = None
 
     def room_before_cut(self, req: Req) -> int | None:
         """Tokens of `req` to be prefilled before it is compressed and the rest of it is read.
@@ -122,9 +136,15 @@ class CompressingRadixCache(RadixCache, PrefixCache):
         """
         req = params.req
         if req is not None:
-            extent, key = self._extent(req), params.key
+            extent, key, request = self._extent(req), params.key, Request.of(req)
+            request.known = None
+            compressed = self.match_segment(req, key)
+            if compressed is not None:
+                return compressed
             if extent.compressed:
-                known = Request.of(req).spec.all_queries and self._known_states(req) is not None
+                # Kept until the prefill begins: others' states may displace them before it.
+                request.known = request.known_states(req, self.states)
+                known = request.known is not None
                 limit = extent.match_limit_with_states if known else extent.match_limit
                 limit = min(len(key), limit)
                 params.key = RadixKey(key.token_ids, key.extra_key, key.is_bigram, limit)
@@ -133,8 +153,8 @@ class CompressingRadixCache(RadixCache, PrefixCache):
     def cache_unfinished_req(self, req: Req, chunked: bool = False) -> None:
         """Insert what was prefilled into the tree; compress after the last chunk.
 
-        The last chunk of what is compressed: a question may follow. What follows is the
-        request's own and stays out of the tree, whose prefixes are not compressed.
+        The last chunk of what is compressed: a question may follow. What follows is inserted
+        behind a stored segment, or is the request's own.
 
         ::
 
@@ -144,6 +164,12 @@ class CompressingRadixCache(RadixCache, PrefixCache):
                         0            begin        F          S         done
         """
         request, done = Request.of(req), len(req.get_fill_ids())
+        if request.stored is not None:
+            self.cache_behind(req, request.stored, chunked=chunked)
+            if request.extent is not None and done >= request.extent.scored:
+                self._released |= compress_turn(self, req)
+                req.prefix_indices = self.row_slots(req)[:done].to(torch.int64, copy=True)
+            return
         if request.segment is not None:
             req.prefix_indices = self.row_slots(req)[:done].to(torch.int64, copy=True)
             return
@@ -152,8 +178,11 @@ class CompressingRadixCache(RadixCache, PrefixCache):
         if extent is None or not due or len(req.prefix_indices) < extent.scored:
             super().cache_unfinished_req(req, chunked=chunked)
         if due:
-            self._remember_states(req)
-            self._compress(req)
+            request.remember_states(req, self.states)
+            if not request.spec.on_pressure:
+                self.compress(req)
+            elif isinstance(request.scores, PromptScores):
+                request.scores.settle()
             req.prefix_indices = self.row_slots(req)[:done].to(torch.int64, copy=True)
 
     def cache_finished_req(
@@ -168,17 +197,20 @@ class CompressingRadixCache(RadixCache, PrefixCache):
                            0        begin        F                     length
         """
         request, row = Request.of(req), req.req_pool_idx
-        self._remember_states(req)
-        segment = request.segment
+        request.remember_states(req, self.states)
+        segment, stored = request.segment, request.stored
         if request.goes_on and request.report is not None and segment is not None:
             request.report.note_peak(req.kv.kv_allocated_len - segment.row_begin + segment.begin)
         self.pool.spans.clear(row)
         self.pool.requests.pop(req.rid, None)
         self.sharing.remove(request)
         request.retract()
+        hold_s = request.spec.hold_s if is_insert else 0
+        if stored is not None:
+            return self.finish_behind(req, stored, kv_len_to_handle, is_insert, hold_s)
         if segment is None:
             super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
-            return
+            return self._hold(req, kv_len_to_handle, hold_s)
         # All at once: SGLang may want to keep less than was decoded (--strip-thinking-cache) and
         # would free the rest by position, whatever lies there.
         end = req.kv.kv_allocated_len
@@ -186,6 +218,7 @@ class CompressingRadixCache(RadixCache, PrefixCache):
         self.token_to_kv_pool_allocator.free_segment(owned, start_pos=segment.row_begin)
         req.kv.kv_allocated_len = kv_len_to_handle
         self.dec_lock_ref(req.last_node)
+        return self._hold(req, kv_len_to_handle, hold_s)
 
     def take_released(self) -> bool:
         """Whether compression has freed memory since this was last asked."""
@@ -195,37 +228,37 @@ class CompressingRadixCache(RadixCache, PrefixCache):
     # ----------------------------------------------------------------------- compression
 
     def compress_due(self, reqs: Sequence[Req], promised: int) -> None:
-        """Before a decode step: compress prompts, or what requests hold again, where it is due.
+        """Before a decode step: compress what is due (`timing.compress_due`).
 
         Parameters
         ----------
         promised : tokens of whole blocks that this step will take; they are left alone.
         """
-        self._promised = promised
+        with self._promise(promised):
+            timing.compress_due(self, reqs)
+
+    def relieve(self, reqs: Sequence[Req], promised: int, *, once: bool = False) -> bool:
+        """Memory is short: compress requests that have waited for that (`timing.relieve`)."""
+        with self._promise(promised):
+            return timing.relieve(self, reqs, promised, once=once)
+
+    @contextlib.contextmanager
+    def _promise(self, tokens: int) -> Iterator[None]:
+        self._promised = tokens
         try:
-            for req in reqs:
-                self._compress_if_due(req)
+            yield
         finally:
             self._promised = 0
 
-    def _compress_if_due(self, req: Req) -> None:
-        request = Request.of(req)
-        if request.segment is not None:
-            if request.goes_on:
-                with self.compactions.timed():
-                    self._released |= continual.recompress(self, req)
-        elif request.extent is not None and request.extent.compressed and _decodes(req):
-            if len(req.prefix_indices) >= request.extent.scored:  # there was no room before
-                self._compress(req)
-            else:
-                maybe_cache_unfinished_req(req, self)
-
-    def _compress(self, req: Req) -> None:
+    def recompress(self, req: Req) -> None:
         with self.compactions.timed():
-            self._released |= compress(self, req)
+            self._released |= continual.recompress(self, req)
 
-    def row_slots(self, req: Req) -> torch.Tensor:
-        return self.req_to_token_pool.req_to_token[req.req_pool_idx]
+    def compress(self, req: Req) -> bool:
+        with self.compactions.timed():
+            done = compress(self, req)
+        self._released |= done
+        return done
 
     def point_row(self, req: Req, segment: Segment) -> None:
         row_slots = self.row_slots(req)
@@ -234,65 +267,33 @@ class CompressingRadixCache(RadixCache, PrefixCache):
         self.pool.spans.install(req.req_pool_idx, segment)
 
     def hold_only(self, req: Req, tokens: int) -> None:
-        node = self.root_node
-        if tokens:
-            key = RadixKey(Request.of(req).prompt(req), req.extra_key, limit=tokens)
-            node = super().match_prefix(MatchPrefixParams(key=key)).last_device_node
-            self.inc_lock_ref(node)
-        self.dec_lock_ref(req.last_node)
-        req.last_node = node
+        key = RadixKey(Request.of(req).prompt(req), req.extra_key, limit=tokens)
+        params = MatchPrefixParams(key=key)
+        node = super().match_prefix(params).last_device_node if tokens else self.root_node
+        self.lock_instead(req, node)
+
+    def free_tokens(self) -> int:
+        return self.token_to_kv_pool_allocator.available_size() + self.evictable_size()
 
     def allocate(self, tokens: int) -> torch.Tensor | None:
-        allocator = self.token_to_kv_pool_allocator
-        if allocator.available_size() + self.evictable_size() < tokens + self._promised:
+        if self.free_tokens() < tokens + self._promised:
             return None
         evict_from_tree_cache(self, tokens)
-        return allocator.alloc(tokens)
+        return self.token_to_kv_pool_allocator.alloc(tokens)
 
-    @contextlib.contextmanager
-    def behind_forward(self, *used: torch.Tensor) -> Iterator[None]:
-        if self.stream is None:
-            yield
-            return
-        scheduling = torch.cuda.current_stream()
-        self.stream.wait_stream(scheduling)
-        with torch.cuda.stream(self.stream):
-            yield
-        for tensor in used:
-            tensor.record_stream(self.stream)
-        scheduling.wait_stream(self.stream)  # rows are read there
+    def behind_forward(self, *used: torch.Tensor) -> AbstractContextManager[None]:
+        return behind(self.stream, *used)
 
     # --------------------------------------------------------------------------- helpers
 
+    def _hold(self, req: Req, length: int, seconds: int) -> None:
+        """Hold what the tree has of the first `length` tokens of `req`."""
+        if seconds:
+            tokens = array("q", (req.origin_input_ids + req.output_ids)[:length])
+            params = MatchPrefixParams(key=RadixKey(tokens, req.extra_key))
+            self.holds.hold(super().match_prefix(params).last_device_node, seconds)
+
     def _extent(self, req: Req) -> Extent:
-        request, unable = Request.of(req), None
-        if self.disable:
-            unable = "the server's prefix cache is disabled"
-        elif req.session is not None:
-            unable = "the request belongs to a session"
-        elif not (_decodes(req) or request.spec.question_tokens or _shows_its_prompt(req)):
-            unable = "no token is decoded after the first one, so nothing would read what is kept"
+        request = Request.of(req)
+        unable = cannot_compress(req, cached=not self.disable)
         return request.measure(req, self.page_size, unable, self.pool.facts)
-
-    def _known_states(self, req: Req) -> list | None:
-        request = Request.of(req)
-        return self.states.get(request.states_key(req)) if request.spec.all_queries else None
-
-    def _remember_states(self, req: Req) -> None:
-        """What the scorer has seen of the prompt, for others of the same prompt."""
-        request = Request.of(req)
-        if request.spec.all_queries and request.scores is not None and request.scores.complete:
-            self.states.put(request.states_key(req), request.scores.states)
-
-
-def _decodes(req: Req) -> bool:
-    """Whether a decode step will read what `req` holds."""
-    return req.sampling_params.max_new_tokens > 1
-
-
-def _shows_its_prompt(req: Req) -> bool:
-    """Whether `req` decodes nothing but shows a prompt to a scorer that looks at every query.
-
-    SGLang sends such a request before the copies of ``n > 1``; they will find the states.
-    """
-    return req.sampling_params.max_new_tokens == 0 and Request.of(req).spec.all_queries

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Hashable, Sequence
 
 from sgl_kvc.cache.request import Request
+from sgl_kvc.spec import chained_digests
 
 
 class Sharing:
@@ -46,15 +47,3 @@ class Sharing:
     def clear(self) -> None:
         """Forget everybody."""
         self.holders.clear()
-
-
-def chained_digests(tokens: Sequence[int], namespace: str | None, page: int) -> list[Hashable]:
-    """Of every whole block of `tokens`: a number that follows from all tokens up to its end.
-
-    Equal numbers mean equal prefixes but for a chance of 2^-61; nothing but a count depends on it.
-    """
-    digest, digests = hash(namespace), list[Hashable]()
-    for begin in range(0, len(tokens) // page * page, page):
-        digest = hash((digest, *tokens[begin : begin + page]))
-        digests.append(digest)
-    return digests

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import Any
 
 from sgl_kvc.compat.hook import Hook, IncompatibleError
-from sgl_kvc.compat.symbols import Uses
+from sgl_kvc.compat.uses import Uses
 
 
 def check_hooks(hooks: Iterable[Hook]) -> None:

@@ -8,18 +8,31 @@ from __future__ import annotations
 
 import json
 import logging
+import time
 from collections.abc import AsyncGenerator, AsyncIterable, AsyncIterator
 from typing import Any
 
 from sgl_kvc.compat import BACKEND
 from sgl_kvc.compat.hook import Hook
-from sgl_kvc.spec import CUSTOM_PARAM, KNOB_HEADER, NAMESPACE_HEADER, SpecError, parse
+from sgl_kvc.spec import (
+    CUSTOM_PARAM,
+    KNOB_HEADER,
+    NAMESPACE_HEADER,
+    TIME_PARAM,
+    SpecError,
+    parse,
+    routed,
+)
 
 _RESPONSES = "sglang.srt.entrypoints.openai.serving_responses.OpenAIServingResponses"
 _MESSAGES = "sglang.srt.entrypoints.anthropic.serving.AnthropicServing"
 _CHAT = "sglang.srt.entrypoints.openai.serving_chat.OpenAIServingChat"
 _COMPLETION = "sglang.srt.entrypoints.openai.serving_completions.OpenAIServingCompletion"
 _DONE = "data: [DONE]\n\n"
+_UNCOUNTED = (
+    "is counted in the messages of a chat (POST /v1/chat/completions) without images; "
+    "elsewhere give question_tokens"
+)
 
 
 async def generate_request(original, manager, obj, request=None) -> AsyncIterator[Any]:
@@ -149,23 +162,35 @@ def _take_header(obj: Any, request: Any) -> None:
 
     if not isinstance(obj, GenerateReqInput):
         return
-    if (name := request.headers.get(NAMESPACE_HEADER)) is not None:
+    if (name := header(request, NAMESPACE_HEADER)) is not None:
         if isinstance(obj.extra_key, list):
             obj.extra_key = [f"{name}/{own or ''}" for own in obj.extra_key]
         else:
             obj.extra_key = f"{name}/{obj.extra_key or ''}"
-    text = request.headers.get(KNOB_HEADER)
-    if text is None:
+    knob = knob_in_header(request)
+    if knob is None:
         return
-    try:
-        knob = json.loads(text)
-    except ValueError:
-        raise SpecError("", f"the header {KNOB_HEADER} must be JSON") from None
     params = obj.sampling_params
     if isinstance(params, list):
         obj.sampling_params = [_with_knob(one, knob) for one in params]
     else:
         obj.sampling_params = _with_knob(params, knob)
+
+
+def header(request: Any, name: str) -> str | None:
+    """A header that the gateway sent, by whichever of its names; None if it is not there."""
+    return request.headers.get(name) or request.headers.get(routed(name))
+
+
+def knob_in_header(request: Any) -> Any:
+    """The knob that a header holds; None if none does. Raises SpecError."""
+    text = header(request, KNOB_HEADER)
+    if text is None:
+        return None
+    try:
+        return json.loads(text)
+    except ValueError:
+        raise SpecError("", f"the header {KNOB_HEADER} must be JSON") from None
 
 
 def _with_knob(params: dict | None, knob: Any) -> dict:
@@ -175,12 +200,18 @@ def _with_knob(params: dict | None, knob: Any) -> dict:
 
 
 def _validate(obj: Any, server_args: Any) -> None:
-    """Raise SpecError for a knob that cannot be used, before the scheduler sees it."""
+    """Raise SpecError for a knob that cannot be used, before the scheduler sees it.
+
+    Tells the scheduler when the request arrived.
+    """
     params = getattr(obj, "sampling_params", None)
     for one in params if isinstance(params, list) else [params]:
         custom = one.get("custom_params") if isinstance(one, dict) else None
         if isinstance(custom, dict) and CUSTOM_PARAM in custom:
+            custom[TIME_PARAM] = time.time()
             spec = parse(custom[CUSTOM_PARAM])
+            if spec.question is not None:
+                raise SpecError("question", _UNCOUNTED)
             if not spec.off and server_args.attention_backend != BACKEND:
                 raise SpecError("", "this worker was started without --attention-backend kvc")
 

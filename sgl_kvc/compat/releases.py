@@ -11,9 +11,21 @@ import dataclasses
 import importlib.metadata
 from collections.abc import Callable, Iterable, Mapping
 
-from sgl_kvc.compat import arguments, cpu, http, metrics, operations, pool, requests, scheduling
+from sgl_kvc.compat import (
+    arguments,
+    chat,
+    cpu,
+    http,
+    metrics,
+    operations,
+    pool,
+    requests,
+    scheduling,
+    segments,
+)
 from sgl_kvc.compat.hook import Hook, IncompatibleError
-from sgl_kvc.compat.symbols import SYMBOLS, Uses
+from sgl_kvc.compat.symbols import SYMBOLS
+from sgl_kvc.compat.uses import Uses
 
 #: What every release has, unless its row says otherwise.
 HOOKS = (
@@ -21,6 +33,8 @@ HOOKS = (
     *scheduling.HOOKS,
     *pool.HOOKS,
     *http.HOOKS,
+    *chat.HOOKS,
+    *segments.HOOKS,
     *requests.HOOKS,
     *operations.HOOKS,
     *metrics.HOOKS,

@@ -9,6 +9,7 @@ import torch
 
 from sgl_kvc.compat import BACKEND
 from sgl_kvc.compat.hook import Hook
+from sgl_kvc.compat.segments import make_way
 from sgl_kvc.spec import CUSTOM_PARAM
 
 logger = logging.getLogger(__name__)
@@ -56,6 +57,33 @@ def compress_due(batch) -> None:
     due = getattr(batch.tree_cache, "compress_due", None)
     if due is not None:
         due(batch.reqs, promised=batch.new_tokens_required_next_decode())
+
+
+def relieve_decode(original, batch, selected_indices=None) -> bool:
+    """``ScheduleBatch.check_decode_mem``: compress who allows it before anybody is retracted."""
+    relieve = getattr(batch.tree_cache, "relieve", None)
+    if relieve is not None and selected_indices is None:
+        relieve(batch.reqs, batch.new_tokens_required_next_decode())
+    return original(batch, selected_indices)
+
+
+def let_in(result: Any, scheduler, *_args: Any, **_kwargs: Any) -> None:
+    """``Scheduler._get_new_batch_prefill_raw``: where nobody who waits could enter, make room.
+
+    Requests that allow it are compressed, one in every step. Where nothing runs, what is pinned
+    gives way.
+    """
+    batch, running = result
+    cache = scheduler.tree_cache
+    if batch is not None or not scheduler.waiting_queue or not hasattr(cache, "relieve"):
+        return
+    if not running.is_empty():
+        free_rows = scheduler.get_num_allocatable_reqs(running.batch_size())
+        promised = running.new_tokens_required_next_decode()
+        if free_rows > 0 and cache.relieve(running.reqs, promised, once=True):
+            running.batch_is_full = False
+    elif scheduler.chunked_req is None:
+        make_way(running, cache)
 
 
 def stop_at_cut(original, adder, req, **kwargs: Any) -> Any:
@@ -159,6 +187,19 @@ HOOKS = (
         "BEFORE",
         compress_due,
         "compression after prefill must not miss the first step, and that in decode has its times",
+    ),
+    Hook(
+        f"{_BATCH}.check_decode_mem",
+        "AROUND",
+        relieve_decode,
+        "a decode step that does not fit ends in retraction",
+    ),
+    Hook(
+        f"{_SCHEDULER}._get_new_batch_prefill_raw",
+        "AFTER",
+        let_in,
+        "who waits for memory waits until a request has ended; SGLang takes for granted that an "
+        "empty batch has the whole pool",
     ),
     *(
         Hook(

@@ -6,48 +6,37 @@ used there and missing here fails it.
 
 from __future__ import annotations
 
-import dataclasses
-
-
-@dataclasses.dataclass(frozen=True)
-class Uses:
-    """What we rely on of a module or class of SGLang's.
-
-    Attributes
-    ----------
-    owner : dotted path of the module or class.
-    names : separated by spaces: functions of the module; or methods, fields and attributes of the
-        class and of its instances. Parameters that must be there in parentheses, without spaces:
-        "match_prefix(params)". Empty where the owner itself is all that is needed.
-    reason : what for.
-    gpu : checked only where there is a GPU: importing the owner costs seconds.
-    """
-
-    owner: str
-    names: str
-    reason: str
-    gpu: bool = False
-
+from sgl_kvc.compat.server_symbols import PLATFORM, SERVER
+from sgl_kvc.compat.uses import Uses
 
 _CACHE = (
     Uses(
         "sglang.srt.mem_cache.radix_cache.RadixCache",
         "__init__(params) reset match_prefix(params) cache_unfinished_req(req,chunked) "
         "cache_finished_req(req,is_insert,kv_len_to_handle) dec_lock_ref(node) evictable_size "
-        "inc_lock_ref(node) disable page_size protected_size req_to_token_pool root_node "
-        "token_to_kv_pool_allocator",
+        "inc_lock_ref(node) insert(params) _delete_leaf(node) disable disable_finished_insert "
+        "eviction_strategy "
+        "page_size protected_size req_to_token_pool root_node token_to_kv_pool_allocator",
         "the radix cache that requests leave compressed is a subclass",
     ),
     Uses(
         "sglang.srt.mem_cache.radix_cache.RadixKey",
         "__init__(token_ids,extra_key,is_bigram,limit) token_ids extra_key is_bigram limit "
-        "__len__",
+        "__len__ page_aligned(page_size)",
         "the prefix cache gives at most the prompt without its window",
     ),
+    Uses("sglang.srt.mem_cache.radix_cache.TreeNode", "key", "a segment is an entry of the tree"),
+    Uses("sglang.srt.mem_cache.evict_policy.EvictionStrategy", "get_priority(node)",
+         "what is held is evicted last"),
     Uses("sglang.srt.mem_cache.base_prefix_cache.MatchPrefixParams", "key req",
          "the request decides how much the prefix cache may give"),
-    Uses("sglang.srt.mem_cache.base_prefix_cache.MatchResult", "last_device_node",
+    Uses("sglang.srt.mem_cache.base_prefix_cache.MatchResult",
+         "device_indices last_device_node _replace",
          "a compressed request goes on holding what it shares"),
+    Uses("sglang.srt.mem_cache.base_prefix_cache.InsertParams", "key value chunked priority",
+         "a segment is an entry of the tree"),
+    Uses("sglang.srt.mem_cache.base_prefix_cache.InsertResult", "prefix_len",
+         "a segment is an entry of the tree"),
     Uses(
         "sglang.srt.mem_cache.cache_init_params.CacheInitParams",
         "page_size token_to_kv_pool_allocator",
@@ -142,8 +131,9 @@ _SCHEDULER = (
     Uses(
         "sglang.srt.managers.schedule_batch.Req",
         "cache_protected_len customized_info extra_key finished full_untruncated_fill_ids "
-        "get_fill_ids kv kv_committed_len last_node origin_input_ids output_ids_through_stop "
-        "prefix_indices req_pool_idx rid sampling_params session",
+        "get_fill_ids kv kv_committed_len last_node origin_input_ids output_ids "
+        "output_ids_through_stop positional_embed_overrides prefix_indices priority req_pool_idx "
+        "rid sampling_params session",
         "a request's prompt, row and place in the tree",
     ),
     Uses("sglang.srt.managers.schedule_batch.ReqKvInfo", "kv_allocated_len",
@@ -163,15 +153,18 @@ _SCHEDULER = (
          "a chunk ends where a question begins"),
     Uses(
         "sglang.srt.managers.scheduler.Scheduler",
-        "_request_dispatcher enable_overlap forward_stream init_request_dispatcher model_config "
-        "process_batch_result(batch,result) running_batch server_args "
-        "token_to_kv_pool_allocator tree_cache",
+        "_request_dispatcher chunked_req enable_overlap forward_stream "
+        "get_num_allocatable_reqs(running_bs) init_request_dispatcher "
+        "model_config process_batch_result(batch,result) running_batch server_args "
+        "token_to_kv_pool_allocator tree_cache waiting_queue",
         "whether pool and radix cache are ours; when requests are admitted",
     ),
     Uses("sglang.utils.TypeBasedDispatcher", "_mapping",
          "an operator's request that fails is answered"),
-    Uses("sglang.srt.managers.io_struct", "ProfileReqOutput",
-         "an operator's request that fails is answered"),
+    Uses("sglang.srt.managers.io_struct",
+         "GenerateReqInput ProfileReqOutput SetInternalStateReqOutput",
+         "programs on an engine; an operator's request that fails is answered; a stored segment "
+         "is released"),
     Uses(
         "sglang.srt.managers.scheduler_components.output_streamer._GenerationStreamAccumulator",
         "accept(req)",
@@ -202,60 +195,35 @@ _SCHEDULER = (
     ),
 )
 
-_SERVER = (
-    Uses(
-        "sglang.srt.server_args.ServerArgs",
-        "admin_api_key api_key attention_backend attn_cp_size cuda_graph_backend_prefill "
-        "cuda_graph_config dcp_size decode_attention_backend device disable_radix_cache "
-        "disaggregation_mode dllm_algorithm dtype enable_dp_attention enable_flexkv "
-        "enable_hierarchical_cache enable_hisparse enable_lmcache enable_lora enable_mis "
-        "enable_page_major_kv_layout enable_pdmux enable_prefill_cp enable_session_radix_cache "
-        "enable_streaming_session enable_torch_compile enable_two_batch_overlap "
-        "enable_unified_memory get_attention_backends get_model_config kv_cache_dtype kv_canary "
-        "lora_paths model_path page_size pp_size prefill_attention_backend "
-        "prefill_only_disable_kv_cache quantization_param_path radix_cache_backend revision "
-        "sampling_backend skip_tokenizer_init sleep_on_idle speculative_algorithm tokenizer_mode "
-        "tokenizer_path trust_remote_code",
-        "options that are implied, read or refused",
-    ),
-    Uses("sglang.srt.server_args", "add_attention_backend_choices(choices)",
-         "--attention-backend takes our name"),
-    Uses("sglang.srt.runtime_context", "get_exec", "whether this process serves with ours"),
-    Uses(
-        "sglang.srt.managers.tokenizer_manager.TokenizerManager",
-        "_create_tokenized_object _validate_one_request(obj,input_ids) "
-        "generate_request(obj,request) model_config server_args",
-        "the knob is validated and the report lifted there",
-    ),
-    Uses(
-        "sglang.srt.managers.scheduler_components.metrics_reporter.SchedulerMetricsReporter",
-        "current_scheduler_metrics_enabled scheduler",
-        "metrics of the pool's blocks go with its own",
-    ),
-    Uses(
-        "sglang.srt.managers.io_struct.GenerateReqInput",
-        "extra_key normalize_batch_and_arguments sampling_params session_params",
-        "the gateway's headers are put into it; some of its values would end the scheduler",
-    ),
-    Uses("sglang.srt.managers.io_struct.SessionParams", "", "its fields' names and types"),
-    Uses("sglang.srt.plugins.hook_registry.HookRegistry", "register(target,hook,hook_type)",
-         "hooks are taken with it"),
-    Uses("sglang.srt.plugins.hook_registry.HookType", "BEFORE AFTER AROUND",
-         "hooks are taken with it"),
-)
+SYMBOLS = (*_CACHE, *_POOL, *_ATTENTION, *_SCHEDULER, *SERVER, *PLATFORM)
 
-_PLATFORM = (
-    Uses("sglang.srt.platforms.cpu.CpuDeviceMixin", "_enum device_type get_device(local_rank)",
-         "the CPU platform is a subclass"),
-    Uses("sglang.srt.platforms.device_mixin.PlatformEnum", "OOT",
-         "the CPU platform is out of SGLang's tree"),
+#: Of the frontend, for `sgl_kvc.lang`; serving does without.
+FRONTEND = (
+    Uses("sglang.global_config", "global_config", "how answers are turned into text"),
+    Uses("sglang.lang", "api interpreter", "programs with a knob"),
+    Uses("sglang.lang.api", "gen select", "a knob of their own"),
+    Uses("sglang.lang.backend", "runtime_endpoint", "our backends of programs are subclasses"),
+    Uses("sglang.lang.backend.base_backend.BaseBackend", "__init__", "an engine is a backend"),
     Uses(
-        "sglang.srt.platforms.interface.SRTPlatform",
-        "apply_server_args_defaults(server_args) get_default_attention_backend "
-        "get_mha_kv_pool_cls get_paged_allocator_cls get_torch_profiler_activity "
-        "get_torch_profiler_activity_str",
-        "the CPU platform is a subclass",
+        "sglang.lang.backend.runtime_endpoint.RuntimeEndpoint",
+        "__init__(base_url,api_key,verify) _add_images(s,data) _assert_success(res) "
+        "_generate_http_request(s,data) _handle_dtype_to_regex(sampling_params) api_key base_url "
+        "cache_prefix(prefix_str) chat_template commit_lazy_operations(s) fill_image(s) "
+        "flush_cache generate(s,sampling_params) generate_stream(s,sampling_params) "
+        "get_model_name get_server_info model_info select(s,choices,temperature,choices_method) "
+        "support_concate_and_append verify",
+        "our backends of programs are subclasses",
     ),
+    Uses("sglang.lang.chat_template",
+         "get_chat_template(name) get_chat_template_by_model_path(model_path)",
+         "an engine is a backend"),
+    Uses("sglang.lang.choices", "ChoicesDecision ChoicesSamplingMethod", "choices are reported"),
+    Uses("sglang.lang.choices.ChoicesDecision", "meta_info", "choices are reported"),
+    Uses("sglang.lang.interpreter.StreamExecutor", "submit(expr) _execute(other) backend",
+         "our executor of programs is a subclass"),
+    Uses("sglang.lang.ir", "SglExpr SglGen SglSelect", "expressions get a knob"),
+    Uses("sglang.lang.ir.SglExprList", "__init__(expr_list) expr_list", "expressions get a knob"),
+    Uses("sglang.lang.ir.SglSamplingParams", "to_srt_kwargs", "what is sent to a server"),
+    Uses("sglang.utils", "http_request(url,json,stream,api_key,verify)",
+         "what is sent to a server"),
 )
-
-SYMBOLS = (*_CACHE, *_POOL, *_ATTENTION, *_SCHEDULER, *_SERVER, *_PLATFORM)

@@ -37,6 +37,9 @@ from kvc_kernels.score import causal_attention, window_attention
 
 from sgl_kvc.spec import CompressionSpec, methods
 
+#: Minimum of a head's profile / the mean, so that scores of such heads stay ordered.
+_MIN_WEIGHT = 1e-3
+
 
 class FactsError(ValueError):
     """Facts about a model that cannot be used. The message names their file and says why."""
@@ -63,6 +66,13 @@ class ModelFacts:
     punctuation: torch.Tensor | None = None
     head_profile: torch.Tensor | None = None
 
+    def head_weights(self, power: float) -> torch.Tensor | None:
+        """float32 [L, H], (the head's profile / the mean) to a power; None without a profile."""
+        if self.head_profile is None:
+            return None
+        share = self.head_profile.float() / self.head_profile.float().mean()
+        return share.nan_to_num(1.0).clamp(min=_MIN_WEIGHT) ** power
+
 
 @dataclasses.dataclass(frozen=True)
 class LayerContext:
@@ -85,6 +95,7 @@ class LayerContext:
         kernel has told it.
     previous : for ``score``, what it returned for the layer before; None for the first.
     scores : for an apportioner's ``observe``, what ``score`` returned for this layer.
+    last_chunk : for `observe`, whether no chunk follows.
     """
 
     layer: int
@@ -101,6 +112,7 @@ class LayerContext:
     lse: torch.Tensor | None = None
     previous: torch.Tensor | None = None
     scores: torch.Tensor | None = None
+    last_chunk: bool = True
 
     @property
     def forced(self) -> int:
@@ -110,12 +122,22 @@ class LayerContext:
     def window_attention(self, power: int = 1, **how: Any) -> torch.Tensor:
         """float32 [H, n], attention every key gets (`kvc_kernels.score.window_attention`)."""
         return window_attention(
-            self.queries, self.keys, self.scale, power, lse=self.lse, **how
+            self.queries, self.keys, self.scale, power, lse=self._exact_lse, **how
         )
 
     def causal_attention(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Attention itself, in blocks of queries (`kvc_kernels.score.causal_attention`)."""
-        return causal_attention(self.queries, self.keys, self.scale, lse=self.lse)
+        return causal_attention(self.queries, self.keys, self.scale, lse=self._exact_lse)
+
+    @property
+    def _exact_lse(self) -> torch.Tensor | None:
+        """The log-sum-exp, for attention that several keys may get all of.
+
+        On a CPU None: it is found anew, from the same logits, and such keys tie at exactly 1. That
+        of the prefill is rounded otherwise when the prompt's beginning was cached, and which of
+        them are kept would depend on it.
+        """
+        return self.lse if self.keys.is_cuda else None
 
 
 @dataclasses.dataclass(frozen=True)

@@ -49,9 +49,10 @@ class PromptScores:
         self._scorer, self._apportioner = scorer(spec), apportioner(spec)
         self._scores: list[torch.Tensor | None] = [None] * layers
         self._statistics: list[torch.Tensor | None] = [None] * layers
-        self._windows: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self._windows = QueryWindows()
         self.states: list[Any] = states or [None] * layers
         self._observe = None if states else self._scorer.observe
+        self._selection: Selection | None = None
 
     def observe(
         self,
@@ -75,10 +76,9 @@ class PromptScores:
         """
         if done > self.extent.scored:
             return  # the question
-        window, window_lse = self._window(layer, queries, lse)
+        window, window_lse = self._windows.last(self.spec.window, layer, queries, lse)
         if done < self.extent.scored:
-            known = None if window_lse is None else window_lse.clone()
-            self._windows[layer] = window.clone(), known  # not views of the whole chunk
+            self._windows.keep(layer, window, window_lse)
             if self._observe is None:
                 return
         keys, values = read()
@@ -96,6 +96,7 @@ class PromptScores:
             facts=self._facts,
             state=self.states[layer],
             lse=lse,
+            last_chunk=done == self.extent.scored,
         )
         if self._observe is not None:
             self.states[layer] = self._observe(context)
@@ -114,7 +115,13 @@ class PromptScores:
     @property
     def complete(self) -> bool:
         """Whether every layer was scored."""
-        return all(layer is not None for layer in self._scores)
+        return self._selection is not None or all(layer is not None for layer in self._scores)
+
+    def settle(self) -> None:
+        """Choose now what will be kept, and let go of the scores, which take more memory."""
+        selection = self.select()
+        self._selection = dataclasses.replace(selection, positions=selection.positions.int())
+        self._scores, self._statistics, self.states = [], [], []
 
     def scores(self) -> torch.Tensor:
         """float32 [L, H, scored]. Raises RuntimeError while a layer is missing."""
@@ -128,6 +135,9 @@ class PromptScores:
 
         Positions count from the prompt's first token.
         """
+        if self._selection is not None:
+            positions = self._selection.positions.long()
+            return dataclasses.replace(self._selection, positions=positions)
         extent, observed = self.extent, self._apportioner.observe is not None
         statistics = [each for each in self._statistics if each is not None]
         selection = select(
@@ -142,14 +152,21 @@ class PromptScores:
         )
         return dataclasses.replace(selection, positions=selection.positions + extent.begin)
 
-    def _window(
-        self, layer: int, queries: torch.Tensor, lse: torch.Tensor | None
+
+class QueryWindows(dict[int, tuple[torch.Tensor, torch.Tensor | None]]):
+    """By layer the last queries of a prompt that comes in chunks; their log-sum-exp if known."""
+
+    def last(
+        self, window: int, layer: int, queries: torch.Tensor, lse: torch.Tensor | None
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The last queries up to here, and their log-sum-exp if all are known."""
-        last = slice(-self.spec.window, None)
-        if layer in self._windows:
-            earlier, earlier_lse = self._windows[layer]
+        """The last `window` up to here: [w, H*G, D], and [w, H*G] if all are known."""
+        if layer in self:
+            earlier, earlier_lse = self[layer]
             queries = torch.cat([earlier, queries])
             if lse is not None:
                 lse = None if earlier_lse is None else torch.cat([earlier_lse, lse])
-        return queries[last], None if lse is None else lse[last]
+        return queries[-window:], None if lse is None else lse[-window:]
+
+    def keep(self, layer: int, queries: torch.Tensor, lse: torch.Tensor | None) -> None:
+        """For the next chunk; not as views of a whole chunk."""
+        self[layer] = queries.clone(), None if lse is None else lse.clone()

@@ -28,6 +28,24 @@ class Selection:
     pages: torch.Tensor
     positions: torch.Tensor
 
+    def bitmap(self, begin: int, end: int, page_size: int) -> torch.Tensor:
+        """Which of the positions [begin, end) each head keeps.
+
+        Returns
+        -------
+        uint8 [L * H, ceil((end - begin) / 8)].
+            Bit ``i % 8`` of byte ``i // 8``, from the lowest, is position ``begin + i``.
+        """
+        device, heads = self.pages.device, len(self.pages)
+        head = torch.repeat_interleave(
+            torch.arange(heads, device=device), self.pages * page_size,
+            output_size=len(self.positions),
+        )  # fmt: skip
+        kept = torch.zeros(heads, -(-(end - begin) // 8) * 8, dtype=torch.uint8, device=device)
+        kept[head, self.positions - begin] = 1
+        bits = torch.arange(8, dtype=torch.uint8, device=device)
+        return (kept.view(heads, -1, 8) << bits).sum(-1, dtype=torch.uint8)
+
 
 def select(
     scores: torch.Tensor,

@@ -128,6 +128,11 @@ class ArenaKVPool(MHATokenToKVPool):
         keys = self.arena_k.flatten(0, 2)[pages].view(self.dtype).flatten(1, 2)
         return keys.half() if self.dtype.itemsize == 1 else keys
 
+    def read_head(self, pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of one head's pages, ids [C] in the flat view: [C * P, D] and Dv."""
+        keys, values = self.flat_k[pages].flatten(0, 1), self.flat_v[pages].flatten(0, 1)
+        return (keys.half(), values.half()) if self.dtype.itemsize == 1 else (keys, values)
+
     # What assumes one contiguous [slots, H, D] buffer per layer would read the wrong bytes.
 
     def get_contiguous_buf_infos(self):

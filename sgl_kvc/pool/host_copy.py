@@ -1,4 +1,4 @@
-"""A few numbers on their way from the device to the host."""
+"""Numbers on their way from the device to the host."""
 
 from __future__ import annotations
 
@@ -25,6 +25,13 @@ class HostCopy:
 
     def tolist(self) -> list:
         """The numbers; waits for the copy if it has not come."""
+        return self._arrived().tolist()
+
+    def tobytes(self) -> bytes:
+        """The same as they lie in memory."""
+        return self._arrived().numpy().tobytes()
+
+    def _arrived(self) -> torch.Tensor:
         if self._done is not None:
             self._done.synchronize()
-        return self._tensor.tolist()
+        return self._tensor

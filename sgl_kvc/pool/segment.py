@@ -24,6 +24,7 @@ class Segment:
     page_size : KVs of a page.
     spec : the knob that shaped it.
     reader : who may read it; None is the request that made it and nobody else.
+    bitmap : which positions every head kept (`Selection.bitmap`); None unless a knob asked for it.
     """
 
     begin: int
@@ -33,6 +34,7 @@ class Segment:
     page_size: int
     spec: CompressionSpec
     reader: str | None = None
+    bitmap: HostCopy | None = None
 
     @property
     def blocks(self) -> int:
@@ -43,6 +45,11 @@ class Segment:
     def row_begin(self) -> int:
         """Where its blocks begin in a request's row: they lie right before `end`."""
         return self.end - len(self.slots)
+
+    @functools.cached_property
+    def page_counts(self) -> HostCopy:
+        """`pages`."""
+        return HostCopy(self.pages)
 
     @functools.cached_property
     def page_bounds(self) -> HostCopy:

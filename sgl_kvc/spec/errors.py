@@ -4,6 +4,10 @@ from __future__ import annotations
 
 #: Name of the knob in a request body and in SGLang's ``custom_params``.
 CUSTOM_PARAM = "kv_compression"
+#: Beside it: the request is there to pin the segment of its prompt.
+PIN_PARAM = "kv_cache_pin"
+#: Beside it: when the request arrived, seconds since 1970, the same for all ranks.
+TIME_PARAM = "kv_cache_time"
 
 
 class SpecError(ValueError):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from sgl_kvc.spec.parse import CompressionSpec
+from sgl_kvc.spec.compression import CompressionSpec
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,124 +12,27 @@ whose nested values must be scalars)::
 
 from __future__ import annotations
 
-import dataclasses
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from sgl_kvc.spec import checks
 from sgl_kvc.spec.catalogue import Parameter, methods
+from sgl_kvc.spec.compression import (
+    CHOICES,
+    FIELDS,
+    INTEGERS,
+    MAX_RATE,
+    ON_PRESSURE,
+    SWITCHES,
+    CompressionSpec,
+)
 from sgl_kvc.spec.errors import SpecError
-from sgl_kvc.spec.presets import DEFAULT_POLICY, MIN_RECENT, PRESETS, Preset
-
-MAX_RATE = 1024.0
-
-
-@dataclasses.dataclass(frozen=True)
-class CompressionSpec:
-    """A validated knob. Exactly one of `rate` and `budget` is set.
-
-    Attributes
-    ----------
-    rate : KVs before / KVs after, in [1, MAX_RATE]; 1 means off.
-    budget : mean KVs to keep per head, in tokens.
-    max_rate : the rate that a budget comes to at most: of a longer prompt more is kept.
-    policy : the preset's name, or ``scorer+apportioner`` when these were named.
-    parameters : every parameter of scorer and apportioner, by name.
-    sinks : first positions that are always kept.
-    recent : last positions of what is compressed that are always kept, up to a quarter of what a
-        head keeps on average.
-    min_tokens : prompts shorter than this are served uncompressed.
-    prefix_tokens : the prompt's first tokens, kept whole and shared with other requests; only
-        what follows is compressed.
-    question_tokens : the prompt's last tokens, read only after compression, as a later turn's
-        would be; no score sees them.
-    force : compress even where the copy takes more memory than it frees, because most of the
-        prompt is shared with others that run; then the result depends on the request alone.
-    recompress_every : decoded tokens after which segment and tail are compressed again, by what
-        `continual` says (attention: arXiv 2410.00161, eq. 20); 0 is never.
-    """
-
-    rate: float | None = None
-    budget: int | None = None
-    max_rate: float = MAX_RATE
-    policy: str = DEFAULT_POLICY
-    scorer: str = PRESETS[DEFAULT_POLICY].scorer
-    apportioner: str = PRESETS[DEFAULT_POLICY].apportioner
-    parameters: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    sinks: int = PRESETS[DEFAULT_POLICY].sinks
-    recent: int = MIN_RECENT
-    min_tokens: int = 64
-    prefix_tokens: int = 0
-    question_tokens: int = 0
-    recompress_every: int = 0
-    force: bool = False
-
-    @property
-    def off(self) -> bool:
-        """True when the request is to be served uncompressed."""
-        return self.rate == 1
-
-    @property
-    def window(self) -> int:
-        """Last queries of what is compressed that have to be computed."""
-        return self.parameters.get("window", 1)
-
-    @property
-    def all_queries(self) -> bool:
-        """Whether every query has to be computed, so that nothing may come from a cache."""
-        return methods("scorers")[self.scorer].all_queries
-
-    @property
-    def continual(self) -> str | None:
-        """What KVs are chosen by when a request is compressed again in decode.
-
-        "squared attention" or "attention", what decode's queries paid them, added to their scores;
-        "position", the newest; "rescored", the scorer's `rescore`; None if the policy cannot go on.
-        """
-        kind = methods("scorers")[self.scorer].continual
-        if not kind or not methods("apportioners")[self.apportioner].continual:
-            return None
-        if kind == "attention" and self.parameters.get("norm", "l2") == "l2":
-            return "squared attention"
-        return str(kind)
-
-    def blocks_for(self, whole: int, page_size: int) -> int:
-        """Blocks that `whole` blocks of `page_size` tokens are compressed to, at least 1."""
-        if self.budget is not None:
-            wanted = math.ceil(max(self.budget / page_size, whole / self.max_rate))
-        else:
-            assert self.rate is not None  # one of the two is set
-            wanted = math.ceil(whole / self.rate)
-        return max(1, min(wanted, whole))
-
-    def to_json(self) -> dict[str, Any]:
-        """The knob that `parse` would turn into this spec, for ``custom_params``."""
-        fields = {
-            name: getattr(self, name)
-            for name in ("rate", *INTEGERS)
-            if getattr(self, name) is not None
-        }
-        fields |= self.parameters
-        if self.max_rate != MAX_RATE:
-            fields["max_rate"] = self.max_rate
-        if self.force:
-            fields["force"] = True
-        if self.policy in PRESETS:
-            return fields | {"policy": self.policy}
-        return fields | {"scorer": self.scorer, "apportioner": self.apportioner}
-
-
-INTEGERS = {  # field: (min, max)
-    "budget": (1, 1 << 24),
-    "sinks": (0, 4096),
-    "recent": (0, 4096),
-    "min_tokens": (0, 1 << 24),
-    "prefix_tokens": (0, 1 << 24),
-    "question_tokens": (0, 1 << 24),
-    "recompress_every": (0, 1 << 24),
-}
-FIELDS = ("rate", "max_rate", "policy", "scorer", "apportioner", *INTEGERS, "force")
+from sgl_kvc.spec.presets import (
+    MIN_RECENT,
+    PRESETS,
+    Preset,
+    default_policy,
+)
 
 
 def parse(knob: Any, *, max_rate: float = MAX_RATE) -> CompressionSpec:
@@ -151,24 +54,42 @@ def parse(knob: Any, *, max_rate: float = MAX_RATE) -> CompressionSpec:
     given = {str(key): value for key, value in knob.items() if value is not None}
     values = _policy(given)
     values["parameters"] = _parameters(knob, values)
-    if "rate" in given and "budget" in given:
-        raise SpecError("budget", "give either rate or budget, not both")
-    if "rate" not in given and "budget" not in given:
-        raise SpecError("rate", "one of rate and budget is required")
-    if "rate" in given:
-        values["rate"] = parse_rate(given["rate"], max_rate=max_rate)
+    sizes = [name for name in ("rate", ON_PRESSURE, "budget") if name in given]
+    if len(sizes) > 1:
+        raise SpecError(sizes[-1], f"give either {sizes[0]} or {sizes[-1]}, not both")
+    if not sizes:
+        raise SpecError("rate", "one of rate, on_pressure and budget is required")
+    if sizes != ["budget"]:
+        (field,) = sizes
+        values["rate"] = parse_rate(given[field], max_rate=max_rate, field=field)
+        values["on_pressure"] = field == ON_PRESSURE and values["rate"] > 1
         if "max_rate" in given:
-            raise SpecError("max_rate", "bounds what a budget comes to; leave it out beside rate")
+            problem = f"bounds what a budget comes to; leave it out beside {field}"
+            raise SpecError("max_rate", problem)
     else:
         asked = given.get("max_rate", max_rate)
         values["max_rate"] = parse_rate(asked, max_rate=max_rate, field="max_rate")
     for name, (low, high) in INTEGERS.items():
         if name in given:
             values[name] = checks.integer(name, given[name], low, high)
-    if "force" in given:
-        checks.one_of("force", given["force"], [False, True])
-        values["force"] = given["force"]
+    for name in SWITCHES:
+        if name in given:
+            checks.one_of(name, given[name], [False, True])
+            values[name] = given[name]
+    for name, choices in CHOICES.items():
+        if name in given:
+            checks.one_of(name, given[name], list(choices))
+            values[name] = given[name]
+    if "question" in given and values.get("question_tokens"):
+        raise SpecError("question", "give either question or question_tokens, not both")
+    if values.get("reuse", "full") != "full":
+        _check_reuse(values)
+    if values.get("on_pressure"):
+        _check_on_pressure(values)
     if values.get("recompress_every"):
+        if values.get("explain"):
+            problem = "tells what was kept of the prompt; leave it out beside recompress_every"
+            raise SpecError("explain", problem)
         for family in ("scorer", "apportioner"):
             if not methods(f"{family}s")[values[family]].continual:
                 able = ", ".join(m.name for m in methods(f"{family}s").values() if m.continual)
@@ -177,6 +98,26 @@ def parse(knob: Any, *, max_rate: float = MAX_RATE) -> CompressionSpec:
     if values["recent"] is None:
         values["recent"] = max(values["parameters"].get("window", 1), MIN_RECENT)
     return CompressionSpec(**values)
+
+
+def _check_on_pressure(values: Mapping[str, Any]) -> None:
+    """Raise SpecError beside what says by itself when a request is compressed."""
+    for field in ("recompress_every", "question", "question_tokens"):
+        if values.get(field):
+            raise SpecError(ON_PRESSURE, f"leaves the time open, and {field} says it")
+    if values.get("reuse", "full") != "full":
+        raise SpecError(ON_PRESSURE, "leaves nothing compressed for a next turn")
+
+
+def _check_reuse(values: Mapping[str, Any]) -> None:
+    """Raise SpecError where nothing compressed can be compressed again after prefill."""
+    for field in ("question", "question_tokens", "recompress_every", "explain"):
+        if values.get(field):
+            raise SpecError("reuse", f"compressed turns are for requests without {field}")
+    method = methods("scorers")[values["scorer"]]
+    if method.all_queries or method.continual != "attention":
+        problem = f"scorer {method.name} cannot score what a turn before has left"
+        raise SpecError("reuse", problem)
 
 
 def parse_rate(value: Any, *, max_rate: float = MAX_RATE, field: str = "rate") -> float:
@@ -205,7 +146,8 @@ def _policy(given: Mapping[str, Any]) -> dict[str, Any]:
         scorer, apportioner = given["scorer"], given["apportioner"]
         name, preset = f"{scorer}+{apportioner}", Preset(scorer, apportioner, "", "")
     else:
-        name = given.get("policy", DEFAULT_POLICY)
+        apart = bool(given.get("question_tokens") or given.get("question"))
+        name = given.get("policy", default_policy(apart))
         checks.one_of("policy", name, sorted(PRESETS))
         preset = PRESETS[name]
     used = ("scorer", "apportioner", "parameters", "sinks", "recent")

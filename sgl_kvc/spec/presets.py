@@ -1,9 +1,10 @@
 """Policies by the names of their papers: a scorer, an apportioner and their parameters.
 
-Not among them is KVzip (arXiv 2505.23416): it scores by a second forward pass over the whole
-prompt, repeated, which does not fit into prefill. Nor is Task-KV (arXiv 2501.15113): some of its
-heads keep everything, however small the budget, and no code of its authors is public that says how
-those heads are completed and that a version within a budget could be held against.
+Not among them is KVzip (arXiv 2505.23416) itself: it scores by a second forward pass over the whole
+prompt, repeated, which does not fit into prefill; virtual-repeat is made after it. Nor is Task-KV
+(arXiv 2501.15113): some of its heads keep everything, however small the budget, and no code of its
+authors is public that says how those heads are completed and that a version within a budget could
+be held against.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from collections.abc import Mapping
 from typing import Any
 
 DEFAULT_POLICY = "kv-compress"
+#: The default where the question comes after compression, so that no score can ask it.
+DEFAULT_QUESTION_APART = "virtual-repeat"
 #: Last positions that are kept where neither request nor preset says how many.
 MIN_RECENT = 32
 
@@ -49,9 +52,10 @@ PRESETS: dict[str, Preset] = {
     # --- by the last queries' attention ---
     "kv-compress": Preset(
         "attention-window", "global", "KV-Compress, arXiv 2410.00161",
-        "Window 32, pool 9, 4 sinks and a head profile; the paper's 8, 7 and neither (kvc-paper) "
-        f"miss questions asked further up and what a copy needs next. {_ASKED}.",
-        {"window": 32, "pool": 9, "profile_power": 2.0},
+        "Window 32 and scores that fade to neighbours, where the paper has 8 and a pool of 7 "
+        "(kvc-paper): on real text whole sentences must stay. 4 sinks; a head profile if there is "
+        f"one. {_ASKED}.",
+        {"window": 32, "pool": 1, "half_life": 3.0, "profile_power": 1.0},
     ),
     "kvc-paper": Preset(
         "attention-window", "global", "KVC-w, KV-Compress, arXiv 2410.00161",
@@ -116,6 +120,19 @@ PRESETS: dict[str, Preset] = {
         f"{_ONCE}, at one temperature; the paper drops a key at every step of decode and raises "
         "the temperature.",
         sinks=0,
+    ),
+    "virtual-repeat": Preset(
+        "virtual-repeat", "global", "after KVzip, arXiv 2505.23416",
+        "KVzip reads the prompt a second time, which cannot be bounded inside prefill. Here the "
+        "first reading's queries are moved on and stand for the second's; parts are 256 tokens, "
+        f"in the paper 2,048. {_ASKED}.",
+        {"window": 1, "leverage": 1.0, "profile_power": 1.0},
+    ),
+    "virtual-repeat-echo": Preset(
+        "virtual-repeat", "global", "after KVzip, arXiv 2505.23416",
+        "virtual-repeat that also asks the prompt's last 64 tokens again: for a question inside "
+        f"the prompt that is about much of it, or asks for a copy. {_ASKED}.",
+        {"window": 64, "leverage": 1.0, "echo": 3.0, "repeat_power": 1.0}, recent=32,
     ),
     "expected-attention": Preset(
         "expected-attention", "adaptive", "Expected Attention, arXiv 2510.00636",
@@ -209,3 +226,13 @@ PRESETS: dict[str, Preset] = {
     ),
     "random": Preset("random", "uniform", "the baseline", ""),
 }  # fmt: skip
+
+
+def default_policy(question_apart: bool) -> str:
+    """The policy of a request that names none.
+
+    Parameters
+    ----------
+    question_apart : whether the question comes after compression (`question_tokens`).
+    """
+    return DEFAULT_QUESTION_APART if question_apart else DEFAULT_POLICY

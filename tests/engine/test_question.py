@@ -30,14 +30,16 @@ def test_only_what_comes_before_the_question_is_compressed(server, tokens, quest
 
 def test_the_choice_does_not_depend_on_the_question(server):
     context = prompt(992, seed=1)
-    kept = {True: set(), False: set()}
-    for apart in kept:
-        for seed in range(4):
-            knob = {"rate": 8, "question_tokens": 24} if apart else {"rate": 8}
-            answer = server.generate(context + prompt(24, seed=50 + seed), knob)
-            kept[apart].add(tuple(answer["kv_compression"]["kept_per_head"].items()))
-    assert len(kept[True]) == 1
-    assert len(kept[False]) > 1, "the heads' shares do not tell questions apart: a weak test"
+    inside, apart, default = {"policy": "kv-compress"}, {"policy": "kv-compress"}, {}
+    for knob in (apart, default):
+        knob["question_tokens"] = 24
+    shares = []
+    for knob in (inside, apart, default):
+        asked = [context + prompt(24, seed=50 + seed) for seed in range(4)]
+        reports = [server.generate(ids, knob | {"rate": 2})["kv_compression"] for ids in asked]
+        shares.append({tuple(report["kept_per_head"].items()) for report in reports})
+    assert [len(each) for each in shares[1:]] == [1, 1]
+    assert len(shares[0]) > 1, "the heads' shares do not tell questions apart: a weak test"
 
 
 def test_the_answer_does_not_depend_on_the_cache(server):

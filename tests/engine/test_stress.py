@@ -58,7 +58,9 @@ async def _one(client: httpx.AsyncClient, number: int, gate: asyncio.Semaphore) 
 
 async def _all(url: str) -> list[str]:
     gate = asyncio.Semaphore(AT_A_TIME)
-    limits = httpx.Limits(max_connections=None)
+    # SGLang closes a connection after 5 s without a request, even if one has come by then and
+    # the server had no time to read it: a request on a kept one may be lost.
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=0)
     async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
         return await asyncio.gather(*(_one(client, i, gate) for i in range(REQUESTS)))
 

@@ -184,7 +184,7 @@ def test_extend(case, new, group, dtype):
     query = torch.randn(sum(new), HEADS * group, 16).to(dtype)
     for layer in range(LAYERS):
         got = extend(query, drawn.batch, layer, 0.25)
-        assert got[1] is None
+        assert got[1] is not None, "torch has it on a CPU"
         check_extend(got, query, drawn, layer, dtype)
 
 

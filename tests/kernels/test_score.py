@@ -9,6 +9,7 @@ import torch
 from kvc_kernels.score import (
     causal_attention,
     causal_logits,
+    fade_to_neighbours,
     pool_neighbours,
     projected_norm,
     projected_norm_reference,
@@ -73,6 +74,30 @@ def test_attention_in_half_precision_is_computed_in_float32():
     got = window_attention(queries, keys, 0.25)
     expected = window_attention(queries.float(), keys.float(), 0.25)
     assert torch.equal(got, expected)
+
+
+@pytest.mark.parametrize("half_life", [0.5, 4.0])
+@pytest.mark.parametrize("n", [1, 30])
+def test_scores_fade_to_neighbours(half_life, n):
+    torch.manual_seed(0)
+    scores = torch.rand(2, n) ** 8
+    scores[:, n // 2] = 0
+    expected = torch.zeros_like(scores)
+    for i in range(n):
+        for j in range(n):
+            faded = scores[:, j] * 2 ** (-abs(i - j) / half_life)
+            expected[:, i] = expected[:, i].maximum(faded)
+    got = fade_to_neighbours(scores, half_life)
+    torch.testing.assert_close(got, expected, atol=1e-30, rtol=1e-5)
+    assert fade_to_neighbours(torch.zeros(2, 0), half_life).shape == (2, 0)
+
+
+def test_far_scores_fade_exactly_in_long_prompts():
+    """A difference of positions, however far from the beginning."""
+    scores = torch.zeros(1, 100_000)
+    scores[0, 99_000] = 1.0
+    got = fade_to_neighbours(scores, 2.0)[0, [98_990, 99_000, 99_020]]
+    torch.testing.assert_close(got, torch.tensor([2.0**-5, 1.0, 2.0**-10]), rtol=1e-6, atol=0)
 
 
 def test_pooling_nothing():

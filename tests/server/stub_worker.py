@@ -111,7 +111,7 @@ async def send_raw(client: httpx.AsyncClient, request: bytes) -> bytes:
 async def stubbed(**options: Any) -> AsyncIterator[tuple[StubWorker, httpx.AsyncClient]]:
     """A stub, and a client of the gateway in front of it, which has `options` as its settings."""
     worker = StubWorker()
-    async with await asyncio.start_server(worker.serve, "127.0.0.1", 0) as listening:
+    async with await asyncio.start_server(worker.serve, "127.0.0.1", 0, backlog=1024) as listening:
         worker.port = listening.sockets[0].getsockname()[1]
         options = {"limits": Limits(drain_timeout=1)} | options
         settings = Settings(worker_url=f"http://127.0.0.1:{worker.port}", **options)

@@ -212,7 +212,9 @@ def test_the_document_tells_all_there_is(gateway: Gateway) -> None:
     told = httpx.get(f"{gateway.url}/openapi.json").json()
     assert told == json.loads(json.dumps(document()))
     paths = {*routes.GENERATING, *routes.PASSED, *routes.OWN, routes.MODELS, routes.RESPONSE,
-             routes.CANCEL, "/v1/models/{model}"}  # fmt: skip
+             routes.CANCEL, routes.MODEL_INFO, routes.GET_MODEL_INFO, routes.DOCUMENTS,
+             routes.DOCUMENT,
+             "/v1/models/{model}"}  # fmt: skip
     assert set(told["paths"]) == paths
     fields = knob_schema()["anyOf"][1]["properties"]
     assert set(fields) >= set(FIELDS)

@@ -76,7 +76,7 @@ def test_unread_encoding(lonely: Gateway) -> None:
 
 
 def test_unknown_paths_and_methods(lonely: Gateway) -> None:
-    for path in ("/", "/v1/nothing", "/docs", "/redoc"):
+    for path in ("/v1", "/v1/nothing", "/docs", "/redoc"):
         answer = httpx.get(lonely.url + path)
         assert answer.status_code == 404
         assert error(answer)["code"] == "unknown_url"

@@ -62,7 +62,7 @@ def test_two_thousand_malformed_bodies() -> None:
 
     async def scenario(worker: StubWorker, client: httpx.AsyncClient) -> None:
         worker.says(b"{}")
-        paths = [*routes.GENERATING, *routes.PASSED]
+        paths = [*routes.GENERATING, *routes.PASSED, routes.DOCUMENTS]
         statuses: dict[int, int] = {}
 
         async def send(bodies: list[bytes]) -> None:

@@ -62,6 +62,7 @@ def test_a_request_cannot_raise_the_highest_rate() -> None:
         ({"rate": 4, "min_tokens": 65}, {"min_rate": 4}, "min_tokens"),
         ({"rate": 4, "prefix_tokens": 1}, {"min_rate": 4}, "prefix_tokens"),
         ({"rate": 4, "question_tokens": 1}, {"min_rate": 4}, "question_tokens"),
+        ({"rate": 4, "question": "last_message"}, {"min_rate": 4}, "question"),
     ],
 )  # fmt: skip
 def test_what_is_not_allowed_names_its_field(knob: dict, limits: dict, field: str) -> None:
@@ -124,6 +125,7 @@ def test_a_forced_rate_is_everybodys(knob: Any) -> None:
     forced = parse(placed(knob, force_rate=8))
     assert (forced.rate, forced.budget, forced.min_tokens) == (8, None, 64)
     assert (forced.prefix_tokens, forced.question_tokens) == (0, 0)
+    assert parse(placed({"rate": 2, "question": "last_message"}, force_rate=8)).question is None
     named = placed({"rate": 2, "policy": "snapkv"}, force_rate=8)
     assert (named["rate"], named["policy"]) == (8, "snapkv")
 

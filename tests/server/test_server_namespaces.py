@@ -30,10 +30,11 @@ def keyed(
     gateway: Gateway, keys: Keys, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Gateway]:
     """A second gateway of the same worker, which asks for keys."""
-    worker_key = gateway.worker().environ()[WORKER_KEYS["api_key"]]
+    environment = gateway.worker().environ()
+    worker_keys = {name: environment[name] for name in WORKER_KEYS.values()}
     log = tmp_path_factory.mktemp("keyed") / "log"
     arguments = ("--worker-url", gateway.worker_url(), "--keys", str(keys.path))
-    with serve(log, *arguments, **{WORKER_KEYS["api_key"]: worker_key}) as running:
+    with serve(log, *arguments, **worker_keys) as running:
         running.wait_ready()
         yield running
 
@@ -93,6 +94,30 @@ def test_tokens_per_minute_of_real_requests(keyed: Gateway, keys: Keys) -> None:
     assert refused.status_code == 429
     served = httpx.post(url, json=exact, headers=headers, timeout=180)
     assert served.status_code == 200, served.text
+
+
+def test_documents_are_their_keys(keyed: Gateway, keys: Keys) -> None:
+    """Listed and released by who has made them; the namespace is told to nobody."""
+    url = f"{keyed.url}/v1/kv_cache"
+    body = {"text": PROMPT.text, "kv_compression": {"rate": 8}, "cache_salt": "x"}
+
+    def listed(name: str, **query: str) -> list[dict[str, Any]]:
+        answer = httpx.get(url, params=query, headers=keys.headers(name), timeout=30)
+        assert answer.status_code == 200, answer.text
+        return answer.json()["data"]
+
+    made = httpx.post(url, json=body, headers=keys.headers("a"), timeout=60)
+    assert made.status_code == 200, made.text
+    assert made.json()["cache_salt"] == "x"
+    assert [each["id"] for each in listed("a", cache_salt="x")] == [made.json()["id"]]
+    assert listed("a") == listed("b") == listed("b", cache_salt="x") == []
+    one = f"{url}/{made.json()['id']}"
+    salt = {"cache_salt": "x"}
+    assert httpx.delete(one, params=salt, headers=keys.headers("b")).status_code == 404
+    assert httpx.delete(one, params=salt).status_code == 401
+    assert httpx.delete(one, params=salt, headers=keys.headers("a")).status_code == 200
+    few = [httpx.post(url, json=body, headers=keys.headers("few"), timeout=60) for _ in range(2)]
+    assert few[-1].status_code == 429, "it has 700 tokens a minute, and the document has 512"
 
 
 def test_no_log_line_metric_or_error_holds_a_prompt_or_a_key(

@@ -15,7 +15,9 @@ from tests.gateways import Gateway
 
 def test_everything_is_listed() -> None:
     listed = catalogue()
-    assert listed["default"] == DEFAULT_POLICY
+    assert listed["default"] == DEFAULT_POLICY == parse({"rate": 2}).policy
+    apart = parse({"rate": 2, "question_tokens": 8}).policy
+    assert listed["default_with_question_tokens"] == apart
     assert [policy["name"] for policy in listed["policies"]] == list(PRESETS)
     assert all(policy["differs"] for policy in listed["policies"] if policy["name"] != "random")
     for family in ("scorers", "apportioners"):

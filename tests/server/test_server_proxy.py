@@ -13,6 +13,7 @@ from kvc_server.proxy import (
     response_headers,
     while_connected,
 )
+from starlette.requests import ClientDisconnect
 
 from tests.server.stub_worker import DROP, PATIENCE, StubWorker, head, play
 
@@ -225,7 +226,8 @@ def test_only_a_disconnect_ends_the_work():
                 await asyncio.sleep(0.01)
                 seen.append("cleaned up")
 
-        await asyncio.wait_for(while_connected(receive, works()), PATIENCE)
+        with pytest.raises(ClientDisconnect):
+            await asyncio.wait_for(while_connected(receive, works()), PATIENCE)
         return seen
 
     assert asyncio.run(scenario()) == ["http.request", "http.request", "http.disconnect",

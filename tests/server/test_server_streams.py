@@ -119,6 +119,8 @@ def test_a_stream_that_breaks_ends_in_an_error_event(last, gap):
     """The client cannot know otherwise: the status was sent long before."""
 
     async def scenario(worker: StubWorker, client: httpx.AsyncClient) -> None:
+        before = await metrics(worker, client)
+        assert before["kvc_broken_streams_total", CHAT] == 0, "Prometheus needs a sample before"
         chunked = head(200, "Content-Type: text/event-stream", "Transfer-Encoding: chunked")
         parts = [b"data: 1\n\n", last]
         sent = [b"%x\r\n%s\r\n" % (len(part), part) for part in parts]

@@ -64,3 +64,16 @@ def test_a_worker_of_somebody_elses_gets_the_key_it_asks_for(
 
     monkeypatch.setenv(WORKER_KEYS["api_key"], "theirs")
     play(scenario)
+
+
+def test_an_empty_key_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compose files and shells pass on a variable that nobody set as an empty one."""
+
+    async def scenario(worker: StubWorker, client: httpx.AsyncClient) -> None:
+        worker.says(b"{}")
+        await client.post("/generate", json={}, headers={"Authorization": "Bearer mine"})
+        assert worker.headers("authorization") == ["Bearer mine"]
+
+    for name in WORKER_KEYS.values():
+        monkeypatch.setenv(name, "")
+    play(scenario)

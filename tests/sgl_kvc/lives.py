@@ -22,8 +22,9 @@ from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
 from sgl_kvc.cache.radix import CompressingRadixCache
 from sgl_kvc.cache.request import Request
-from sgl_kvc.compat.scheduling import compress_due
+from sgl_kvc.compat.scheduling import compress_due, relieve_decode
 from sgl_kvc.platform.allocator import TorchPagedAllocator
+from sgl_kvc.policy.base import ModelFacts
 from sgl_kvc.pool.arena import ArenaKVPool
 
 LAYERS, HEADS, GROUP, DIM, PAGE = 2, 3, 2, 4, 4
@@ -72,6 +73,8 @@ class World:
             device=device,
             enable_memory_saver=False,
         )
+        angles = torch.arange(CONTEXT)[:, None] / torch.tensor([1.0, 10.0])
+        self.pool.facts = ModelFacts(cos_sin=torch.cat([angles.cos(), angles.sin()], -1))
         self.requests = ReqToTokenPool(ROWS, CONTEXT, device, False)
         self.pool.bind(self.requests)
         self.allocator = TorchPagedAllocator(
@@ -88,6 +91,7 @@ class World:
         self.model_config = ModelConfig.from_server_args(get_server_args())
         self.live: list[Req] = []
         self.started = 0
+        self.clock = 0.0  # seconds, when requests arrive
 
     def forward(self) -> contextlib.AbstractContextManager:
         """Around what a forward does to the pool."""
@@ -96,7 +100,8 @@ class World:
     def request(self, tokens: list[int], knob: dict | None, **sampling) -> Req:
         """A request that waits."""
         self.started += 1
-        params = SamplingParams(custom_params=knob and {"kv_compression": knob}, **sampling)
+        custom = knob and {"kv_compression": knob, "kv_cache_time": self.clock}
+        params = SamplingParams(custom_params=custom, **sampling)
         params.max_new_tokens = 128 if "max_new_tokens" not in sampling else params.max_new_tokens
         return Req(f"r{self.started}", "", array("q", tokens), params)
 
@@ -146,7 +151,7 @@ class World:
         Those it had to retract, the last started first.
         """
         retracted = []
-        while self.live and not self._batch().check_decode_mem():
+        while self.live and not relieve_decode(ScheduleBatch.check_decode_mem, self._batch()):
             retracted.append(self.live[-1])
             self.retract(self.live.pop())
         if not self.live:

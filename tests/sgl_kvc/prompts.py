@@ -73,6 +73,7 @@ def score(p: Prompt, name: str, chunk: int = 1 << 20, **knob) -> torch.Tensor:
                 values=p.values[:end],
                 tokens=p.tokens[:end],
                 state=state,
+                last_chunk=end == n,
             )
             state = method.observe(part)
     return method.run(dataclasses.replace(context, state=state))

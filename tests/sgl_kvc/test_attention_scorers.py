@@ -8,6 +8,8 @@ import pytest
 import torch
 
 from sgl_kvc.policy.scorers.keyformer import _gumbel
+from sgl_kvc.policy.scores import PromptScores
+from sgl_kvc.spec import Extent, parse
 from tests.sgl_kvc.prompts import DIM, HIDDEN, close, lifted, prompt, ranking, score
 
 # --- the last queries' attention ---------------------------------------------------------------
@@ -26,6 +28,37 @@ def test_attention_window(norm, power, group):
         expected[:, i] = raw[:, max(0, i - 1) : min(35, i + 2)].amax(-1)
     got = score(p, "attention-window", window=window, pool=3, norm=norm, group=group)
     close(got, expected)
+
+
+def test_attention_fades_to_neighbours_over_the_windows_edge():
+    """Key 31 is the last before a window of 8; two keys on, either way, half of it counts."""
+    p = prompt(40, 1, 1)
+    p.queries, p.keys = torch.zeros(40, 1, DIM), torch.zeros(40, 1, DIM)
+    p.queries[..., 0], p.keys[31, 0, 0] = 30.0, 1.0
+    got = score(p, "attention-window", window=8, pool=1, half_life=2.0)[0]
+    plain = score(p, "attention-window", window=8, pool=1)[0]
+    assert plain[[30, 32]].max() < 1e-3 * plain[31]
+    close(got[[27, 29, 33, 35]] / plain[31], torch.tensor([0.25, 0.5, 0.5, 0.25]))
+    assert (got >= plain).all()
+
+
+@pytest.mark.parametrize("policy", ["kv-compress", "h2o"])
+def test_keys_that_get_all_of_a_query_tie_whatever_prefill_rounds(policy):
+    """A cached prefix changes the last bits of prefill's log-sum-exp; kept keys must not follow."""
+    p, spec = prompt(64, 2, 1), parse({"rate": 4, "policy": policy})
+    p.queries[:], p.keys[:] = 0.0, 0.0
+    for i in range(64):  # every token attends to one earlier key alone
+        p.queries[i, :, i % DIM] = p.keys[i, :, i % DIM] = 30.0
+        p.keys[: max(0, i - DIM), :, i % DIM] = 0.0
+    logits = p.queries[:, 0] @ p.keys[:, 0].T * p.scale
+    lse = logits.masked_fill(torch.ones(64, 64).triu(1).bool(), float("-inf")).logsumexp(-1)
+    chosen = []
+    for noise in (0.0, 3e-5):
+        rounded = lse[:, None].repeat(1, 2) + noise * torch.randn(64, 2)
+        scores = PromptScores(spec, Extent.of(spec, 64, 16), [1] * 64, 16, 1)
+        scores.observe(0, p.queries, 64, lambda: (p.keys, p.values), p.scale, rounded)
+        chosen.append(scores.scores())
+    assert chosen[0].equal(chosen[1])
 
 
 def test_tova():

@@ -17,35 +17,11 @@ from sglang.srt.server_args import ServerArgs, set_global_server_args_for_schedu
 
 from sgl_kvc.cache.request import Request
 from tests import tiny_models
+from tests.sgl_kvc.knobs import KNOBS
 from tests.sgl_kvc.lives import CONTEXT, HEADS, LAYERS, PAGE, ROWS, World, kv, tokens_of
 from tests.waits import UnwaitingCache
 
 BLOCKS = 40
-KNOBS = [
-    None,
-    {"rate": 1},
-    {"rate": 1.5, "min_tokens": 0},
-    {"rate": 4, "min_tokens": 0},
-    {"rate": 64, "min_tokens": 0, "window": 3, "sinks": 1},
-    {"rate": 4, "min_tokens": 0, "policy": "snapkv"},
-    {"budget": 9, "min_tokens": 0, "policy": "random"},
-    {"rate": 3, "min_tokens": 0, "policy": "streaming-llm"},
-    {"rate": 4, "min_tokens": 0, "question_tokens": 7, "recent": 3},
-    {"rate": 2, "min_tokens": 0, "question_tokens": 30, "policy": "random"},
-    {"rate": 3, "min_tokens": 0, "policy": "h2o", "recent": 2},
-    {"rate": 4, "min_tokens": 0, "prefix_tokens": 13, "sinks": 14},
-    {"rate": 2, "min_tokens": 0, "prefix_tokens": 24, "question_tokens": 6, "policy": "h2o"},
-    {"budget": 12, "recompress_every": 6, "recent": 3, "sinks": 2},
-    {"rate": 3, "recompress_every": 1, "recent": 0, "policy": "snapkv", "window": 2},
-    {"budget": 8, "recompress_every": 9, "question_tokens": 5},
-    {"budget": 8, "recompress_every": 5, "question_tokens": 60},
-    {"budget": 8, "recompress_every": 5, "prefix_tokens": 17},
-    {"budget": 4, "recompress_every": 4, "prefix_tokens": 90, "question_tokens": 3},
-    {"budget": 12, "recompress_every": 5, "policy": "h2o", "recent": 2},
-    {"rate": 3, "recompress_every": 4, "policy": "streaming-llm"},
-    {"budget": 12, "recompress_every": 6, "policy": "r-kv", "window": 3},
-    {"rate": 3, "recompress_every": 4, "policy": "r-kv", "prefix_tokens": 9, "question_tokens": 4},
-]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -78,14 +54,33 @@ class Lives(RuleBasedStateMachine):
         `keep` False aborts it before its end; with `other_ends` another request ends after
         each chunk.
         """
+        tokens = [family * 1000 + i for i in range(shared)] + [2000 + self.world.started] * own
+        self._prefill(tokens, knob, chunk, keep, other_ends)
+
+    @rule(
+        document=st.sampled_from([(0, 24), (0, 40), (1, 24)]),
+        question=st.sampled_from([[7], [8] * 9]),
+        knob=st.sampled_from([each for each in KNOBS if each and "question_tokens" in each]),
+        chunk=st.sampled_from([0, 0, PAGE]),
+        keep=st.booleans(),
+        other_ends=st.booleans(),
+    )
+    def ask(self, document, question, knob, chunk, keep, other_ends):
+        """A question about a document: requests like it share a segment."""
+        tokens = [document[0] * 1000 + i for i in range(document[1])] + question
+        knob = knob | {"question_tokens": len(question)}
+        self._prefill(tokens, knob, chunk, keep, other_ends)
+
+    def _prefill(self, tokens, knob, chunk, keep, other_ends):
         world = self.world
         if len(world.live) == ROWS:
             return
-        tokens = [family * 1000 + i for i in range(shared)] + [2000 + world.started] * own
         req = world.request(tokens, knob)
         done = world.admit(req)
-        extent = Request.of(req).extent
-        if extent.compressed:
+        extent, found = Request.of(req).extent, Request.of(req).found
+        if found is not None:
+            assert done >= found.segment.end == extent.end
+        elif extent.compressed:
             assert done <= max(0, extent.scored - Request.of(req).spec.window)
         while done < len(tokens):
             end = min(len(tokens), done // PAGE * PAGE + chunk) if chunk else len(tokens)
@@ -116,6 +111,11 @@ class Lives(RuleBasedStateMachine):
             self.world.decode()
             for req in self.world.live if roomy else ():
                 self._bounded(req)
+
+    @rule(promised=st.sampled_from([0, PAGE, 3 * PAGE]))
+    def relieve(self, promised):
+        """Somebody waits for memory."""
+        self.world.cache.relieve(self.world.live, promised, once=True)
 
     @rule(which=st.integers(0, ROWS - 1), insert=st.booleans())
     def finish(self, which, insert):
@@ -174,6 +174,8 @@ class Lives(RuleBasedStateMachine):
             assert report["kept_per_head"]["min"] == min(kept) - decoded
             assert report["kept_per_head"]["max"] == max(kept) - decoded
             assert report["blocks"]["shared"] == request.extent.begin // PAGE
+            if segment.end < request.extent.end:
+                continue  # there was no room to compress a chat's turn again
             assert segment.blocks == request.extent.segment_blocks
             self._protected(request, positions, length)
 

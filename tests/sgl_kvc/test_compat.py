@@ -10,7 +10,7 @@ import pytest
 from sgl_kvc.compat.check import check_hooks
 from sgl_kvc.compat.hook import Hook, IncompatibleError
 from sgl_kvc.compat.releases import HOOKS, RELEASES, Release, release
-from sgl_kvc.compat.symbols import Uses
+from sgl_kvc.compat.uses import Uses
 
 
 def test_hooked_functions_are_there():

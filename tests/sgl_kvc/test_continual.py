@@ -7,7 +7,8 @@ import dataclasses
 import pytest
 import torch
 
-from sgl_kvc.cache import continual
+from sgl_kvc.cache import continual, repack
+from sgl_kvc.cache.repack import held_pages
 from sgl_kvc.cache.request import Request
 from sgl_kvc.policy.base import HeldContext, ModelFacts
 from tests.sgl_kvc.lives import HEADS, LAYERS, PAGE, World, kv, tokens_of
@@ -31,6 +32,7 @@ def test_compressed_as_soon_as_there_is_room(lives, while_the_question_is_read):
     """The pool is full when the context was read, until another request ends."""
     lives.start(family=0, shared=90, own=0, knob=None, chunk=0, keep=True)
     knob = {"rate": 1.5, "min_tokens": 0, "question_tokens": 7, "recompress_every": 8}
+    knob["policy"] = "kv-compress"
     lives.start(1, 60, 0, knob, 0, keep=True, other_ends=while_the_question_is_read)
     req = lives.world.live[-1]
     if not while_the_question_is_read:
@@ -188,7 +190,7 @@ def test_the_oldest_page_of_a_head_may_be_kept_again(lives):
     lives.start(0, 60, 0, knob, 0, keep=True)
     req, pool = lives.world.live[0], lives.world.pool
     oldest = [kept[:PAGE] for kept in lives.positions(req)]
-    pages, first = continual._held_pages(pool, req.req_pool_idx, Request.of(req).segment, 60)
+    pages, first = held_pages(pool, req.req_pool_idx, Request.of(req).segment, 60)
     pool.metric.zero_()
     pool.metric.flatten(0, 2)[pages[torch.arange(len(first)), first]] = 100
     lives.decode(steps=9)
@@ -199,9 +201,9 @@ def test_the_oldest_page_of_a_head_may_be_kept_again(lives):
 
 def test_what_selection_is_told_when_it_is_compressed_again(monkeypatch):
     """What lies around: the shared prefix before, and behind it what no whole block holds."""
-    world, told, select = World(40), {}, continual.select
+    world, told, select = World(40), {}, repack.select
     monkeypatch.setattr(
-        continual, "select", lambda *given, **how: told.update(how) or select(*given, **how)
+        repack, "select", lambda *given, **how: told.update(how) or select(*given, **how)
     )
     knob = {"rate": 2, "recompress_every": 8, "prefix_tokens": 16, "sinks": 2, "recent": 2}
     req = run(world, list(range(100, 132)), knob)

@@ -55,6 +55,12 @@ def gpu(monkeypatch):
         assert lse is None or lse.is_cuda
         return torch.empty(layer_k.shape[1], len(slots), device="cuda")
 
+    def window_lse(queries, layer_k, slots, scale):
+        assert queries.is_cuda
+        assert layer_k.is_cuda
+        assert slots.is_cuda
+        return torch.empty(queries.shape[:2], device="cuda")
+
     def kept_positions(scores, ranks, pages, page_size, total):
         assert pages.is_cuda
         return torch.zeros(total * page_size, dtype=torch.int64, device="cuda")
@@ -68,6 +74,7 @@ def gpu(monkeypatch):
         return torch.empty_like(query), torch.empty(query.shape[:2], device="cuda")
 
     monkeypatch.setattr(kvc_kernels.gpu.score, "window_attention", window_attention)
+    monkeypatch.setattr(kvc_kernels.gpu.score, "window_lse", window_lse)
     monkeypatch.setattr(kvc_kernels.gpu.select, "kept_positions", kept_positions)
     monkeypatch.setattr(kvc_kernels.gpu.compact, "compact", on_the_gpu)
     monkeypatch.setattr(kvc_kernels.gpu.compact, "move", on_the_gpu)

@@ -43,7 +43,8 @@ def test_extents_hold_together(knob, size, prompt, page):
         wanted = size.get("budget", blocks * page / size.get("rate", 1))
         assert extent.segment_blocks == min(blocks, max(1, math.ceil(wanted / page)))
         assert blocks or extent.scored == extent.end, "there is nothing to score"
-        assert extent.match_limit == max(0, extent.scored - spec.window)
+        assert extent.match_limit_with_states == max(0, extent.scored - spec.window)
+        assert extent.match_limit == (0 if spec.all_queries else extent.match_limit_with_states)
     else:
         assert (extent.skipped is None) == spec.off
         assert extent.match_limit == prompt
@@ -71,7 +72,8 @@ def test_a_prefix_is_kept_whole():
 
 
 def test_a_question_ends_what_is_scored():
-    extent = Extent.of(parse({"rate": 4, "question_tokens": 20}), 1000, 16)
+    knob = {"rate": 4, "question_tokens": 20, "policy": "kv-compress"}
+    extent = Extent.of(parse(knob), 1000, 16)
     assert (extent.end, extent.scored) == (976, 976)
     assert extent.match_limit == 976 - 32
 

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from sgl_kvc.spec import (
+    DEFAULT_POLICY,
+    DEFAULT_QUESTION_APART,
     FIELDS,
     MIN_RECENT,
     OFF,
@@ -21,6 +23,7 @@ from sgl_kvc.spec import (
 )
 from sgl_kvc.spec.checks import integer, one_of, parameter_value, short
 
+NO_SIZE = "one of rate, on_pressure and budget is required"
 EITHER = "give either policy or scorer and apportioner, not both"
 RATE = "must be a finite number, KVs before / KVs after (got {})"
 OWN = {"rate": 8, "scorer": "attention-window", "apportioner": "uniform"}
@@ -38,8 +41,8 @@ def refusal(knob: Any, **how: Any) -> tuple[str, str]:
     [
         ([], "", 'must be an object such as {"rate": 8}, or null'),
         ("8", "", 'must be an object such as {"rate": 8}, or null'),
-        ({}, "rate", "one of rate and budget is required"),
-        ({"rate": None, "policy": "snapkv"}, "rate", "one of rate and budget is required"),
+        ({}, "rate", NO_SIZE),
+        ({"rate": None, "policy": "snapkv"}, "rate", NO_SIZE),
         ({"rate": 8, "budget": 8}, "budget", "give either rate or budget, not both"),
         ({"rate": 8, "policy": "snapkv", "scorer": "tova"}, "scorer", EITHER),
         ({"rate": 8, "policy": "snapkv", "apportioner": "uniform"}, "apportioner", EITHER),
@@ -57,6 +60,10 @@ def refusal(knob: Any, **how: Any) -> tuple[str, str]:
         ({"rate": 8, "sinks": 4097}, "sinks", "must be a whole number from 0 to 4096 (got 4097)"),
         ({"rate": 8, "recent": -1}, "recent", "must be a whole number from 0 to 4096 (got -1)"),
         ({"rate": 8, "force": 1}, "force", "unknown force 1; known are False, True"),
+        ({"rate": 8, "question": "first"}, "question",
+         "unknown question 'first'; known are last_message"),
+        ({"rate": 8, "question": "last_message", "question_tokens": 3}, "question",
+         "give either question or question_tokens, not both"),
         ({"rate": 8, "pool": 8}, "pool", "must be 1 plus a multiple of 2 (got 8)"),
         ({"rate": 8, "pooling": "sum"}, "pooling",
          "unknown pooling 'sum'; known are " + ", ".join(
@@ -93,6 +100,17 @@ def test_the_servers_ceiling():
     assert isinstance(parse_rate(2), float)
     with pytest.raises(SpecError, match=r"at most 1\.5 on"):
         parse_rate(2, max_rate=1.5)
+
+
+def test_the_default_is_another_where_the_question_comes_later():
+    for apart in ({"question_tokens": 40}, {"question": "last_message"}):
+        spec = parse({"rate": 8} | apart)
+        assert spec.policy == DEFAULT_QUESTION_APART
+        assert parse(spec.to_json()) == spec
+    for inside in ({"question_tokens": 0}, {"question_tokens": None}, {"question": None}):
+        assert parse({"rate": 8} | inside).policy == DEFAULT_POLICY
+    assert parse({"rate": 8, "question_tokens": 40, "policy": "snapkv"}).policy == "snapkv"
+    assert parse(OWN | {"rate": 8, "question_tokens": 40}).policy == parse(OWN).policy
 
 
 def test_what_a_plain_rate_means():
@@ -159,7 +177,7 @@ def test_a_scorer_and_an_apportioner_by_name():
     assert spec.parameters["pool"] == default
     assert spec.to_json() == {
         "rate": 8.0, "sinks": 4, "recent": 32, "min_tokens": 64, "prefix_tokens": 0,
-        "question_tokens": 0, "recompress_every": 0, **spec.parameters,
+        "question_tokens": 0, "recompress_every": 0, "hold_s": 0, **spec.parameters,
         "scorer": "attention-window", "apportioner": "uniform",
     }  # fmt: skip
     assert parse(spec.to_json()) == spec
@@ -169,15 +187,25 @@ def test_a_preset_as_json():
     spec = parse({"budget": 100, "policy": "snapkv"})
     assert spec.to_json() == {
         "budget": 100, "sinks": 4, "recent": 32, "min_tokens": 64, "prefix_tokens": 0,
-        "question_tokens": 0, "recompress_every": 0, **spec.parameters, "policy": "snapkv",
+        "question_tokens": 0, "recompress_every": 0, "hold_s": 0, **spec.parameters,
+        "policy": "snapkv",
     }  # fmt: skip
     assert "rate" not in spec.to_json()
 
 
-@pytest.mark.parametrize("force", [True, False])
-def test_force_survives_json(force):
-    spec = parse({"rate": 8, "force": force})
-    assert spec.force is force
+def test_a_question_to_be_counted_survives_json():
+    spec = parse({"rate": 8, "question": "last_message", "question_tokens": 0})
+    assert (spec.question, spec.question_tokens) == ("last_message", 0)
+    assert parse(spec.to_json()) == spec
+    assert parse({"rate": 8, "question": None}).question is None
+    assert "question" not in parse({"rate": 8}).to_json()
+
+
+@pytest.mark.parametrize("on", [True, False])
+@pytest.mark.parametrize("name", ["force", "explain"])
+def test_switches_survive_json(name, on):
+    spec = parse({"rate": 8, name: on})
+    assert getattr(spec, name) is on
     assert parse(spec.to_json()) == spec
 
 

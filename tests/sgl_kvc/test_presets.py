@@ -32,7 +32,7 @@ def test_the_presets_of_kv_compress_are_the_papers():
     paper = parse({"rate": 8, "policy": "kvc-paper"})
     assert (paper.scorer, paper.apportioner) == ("attention-window", "global")
     wanted = {"window": 8, "pool": 7, "pooling": "max", "norm": "l2", "group": "sum"}
-    assert paper.parameters == wanted | {"profile_power": 0}
+    assert paper.parameters == wanted | {"half_life": 0, "profile_power": 0}
     assert (paper.sinks, paper.recent) == (0, 8)
     full = parse({"rate": 8, "policy": "kvc-full"})
     assert full.parameters["excluded"] == 10
@@ -47,6 +47,8 @@ def test_the_presets_of_kv_compress_are_the_papers():
         ({"policy": "kvc-full"}, "squared attention"),
         ({"policy": "snapkv"}, "attention"),
         ({"policy": "h2o"}, "attention"),
+        ({"policy": "virtual-repeat"}, "squared attention"),
+        ({"question_tokens": 20}, "squared attention"),
         ({"policy": "h2o", "norm": "l2"}, "squared attention"),
         ({"policy": "streaming-llm"}, "position"),
         ({"scorer": "recency", "apportioner": "global"}, "position"),

@@ -151,7 +151,7 @@ def test_scores_are_complete_when_every_layer_is(drawn, monkeypatch):
 
 def test_a_question_is_not_scored(drawn, monkeypatch):
     seen = Methods(monkeypatch, observe=True)
-    scores = new({"question_tokens": 18})
+    scores = new({"question_tokens": 18, "policy": "kv-compress"})
     assert scores.extent.scored == 40
     assert observe(scores, 0, 40, drawn) == LAYERS
     assert observe(scores, 40, N, drawn) == 0
@@ -195,6 +195,7 @@ def test_a_scorer_of_all_queries_sees_every_chunk(drawn, monkeypatch):
     assert [len(context.queries) for context in seen.observed] == [30] * 6
     assert [len(context.tokens) for context in seen.observed] == [30] * 3 + [60] * 3
     assert [context.state for context in seen.observed] == [None] * 3 + [30] * 3
+    assert [context.last_chunk for context in seen.observed] == [False] * 3 + [True] * 3
     assert torch.equal(seen.observed[0].lse, lse[:30])
     assert scores.states == [60] * 3
     assert [context.state for context in seen.scored] == [60] * 3

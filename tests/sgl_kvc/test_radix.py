@@ -15,7 +15,7 @@ from tests import tiny_models
 from tests.sgl_kvc.lives import PAGE, World
 from tests.sgl_kvc.test_request import run
 
-PLAIN = {"rate": 4, "min_tokens": 0, "sinks": 1, "recent": 2, "window": 2}
+PLAIN = {"rate": 4, "min_tokens": 0, "sinks": 1, "recent": 2, "window": 2, "policy": "kv-compress"}
 H2O = {"rate": 4, "min_tokens": 0, "policy": "h2o"}
 GOES_ON = {"budget": 8, "recompress_every": 8} | {k: v for k, v in PLAIN.items() if k != "rate"}
 
@@ -237,6 +237,23 @@ def test_a_flushed_cache_has_forgotten_everything():
     assert world.pool.requests == {}
     world.pool.spans.check_integrity()
     assert not world.pool.spans.is_compressed(req.req_pool_idx)
+
+
+def test_states_are_held_from_the_match_on():
+    """Others may end in between (priority scheduling), and their states displace these."""
+    world = World(40)
+    scores = []
+    for forget in (False, True):
+        req = world.request(prompt(32), H2O)
+        done = world.admit(req)
+        assert (done > 0) == forget
+        if forget:
+            world.cache.states.clear()
+        assert world.prefill(req, done, 32)
+        scores.append(Request.of(req).scores.states)
+        world.cache.cache_unfinished_req(req)
+    for first, second in zip(*scores, strict=True):
+        assert second is first
 
 
 @pytest.mark.parametrize(("how", "cached"), [({}, 32), ({"is_insert": False}, 0)])

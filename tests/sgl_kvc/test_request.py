@@ -133,6 +133,7 @@ def test_prefix_tokens_are_held_once():
 def test_recompress_every_is_not_inert_where_less_than_a_block_precedes_the_question():
     world = World(40)
     knob = {"budget": 8, "recompress_every": 4, "question_tokens": 30, "min_tokens": 0}
+    knob["policy"] = "kv-compress"
     req = run(world, list(range(100, 132)), knob)
     for _ in range(12):
         world.decode()

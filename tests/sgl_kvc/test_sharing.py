@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from sgl_kvc.cache.request import Request
-from sgl_kvc.cache.sharing import Sharing, chained_digests
-from sgl_kvc.spec import OFF
+from sgl_kvc.cache.sharing import Sharing
+from sgl_kvc.spec import OFF, chained_digests
 
 PAGE = 4
 

@@ -66,7 +66,8 @@ def test_a_request_compressed_after_its_prefill(lives, prompt):
 @pytest.mark.parametrize("question", [0, 5])
 def test_a_request_compressed_again_in_decode(lives, prompt, question):
     """Its segment ends up behind the prompt, with zeros between them."""
-    knob = {"budget": 8, "recompress_every": 4, "min_tokens": 0, "question_tokens": question}
+    knob = {"budget": 8, "recompress_every": 4, "min_tokens": 0, "policy": "kv-compress"}
+    knob["question_tokens"] = question
     lives.start(0, prompt, 0, knob, 0, keep=True)
     for _ in range(12):
         lives.decode(5)

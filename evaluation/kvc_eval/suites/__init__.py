@@ -6,6 +6,7 @@ import importlib
 
 SUITES = {
     "recall": "kvc_eval.suites.recall",
+    "chats": "kvc_eval.suites.chats",
     "ruler": "kvc_eval.suites.ruler",
     "text": "kvc_eval.suites.text",
     "longbench": "kvc_eval.suites.longbench",

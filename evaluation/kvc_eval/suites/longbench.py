@@ -64,6 +64,7 @@ class LongBench:
     """
 
     name = "longbench"
+    turns = 1
 
     def __init__(self, data: Path, metric: str | None = None, prompts: Path | None = None):
         self._templates = _json(prompts.read_text(), str(prompts)) if prompts else {}

@@ -22,6 +22,7 @@ class Recall:
     name = "recall"
     size = None
     source = ""
+    turns = 1
 
     def __init__(self, tasks: tuple[str, ...] = tuple(TASKS), seed: int = 0):
         self.tasks = tasks

@@ -26,6 +26,7 @@ class Sized:
     generators: ClassVar[dict[str, Generator]]
     size = None
     source = ""
+    turns = 1
 
     def __init__(self, tasks: tuple[str, ...] | None = None, seed: int = 0):
         self.tasks = tasks or tuple(self.generators)

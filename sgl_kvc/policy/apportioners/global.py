@@ -13,9 +13,6 @@ PARAMETERS = {
 }
 CONTINUAL = True
 
-#: Minimum of a head's profile / the mean, so that scores of such heads stay ordered.
-_MIN_WEIGHT = 1e-3
-
 
 def apportion(context: PagesContext, profile_power: float) -> torch.Tensor:
     """The `total` best pages of the whole model; every head keeps its best one.
@@ -41,9 +38,9 @@ def apportion(context: PagesContext, profile_power: float) -> torch.Tensor:
 
 def _weighted(scores: torch.Tensor, facts: ModelFacts, power: float) -> torch.Tensor:
     """Scores [L, H, n] by the heads' profile; protected ones stay above all, negative below."""
-    if not power or facts.head_profile is None:
+    weights = facts.head_weights(power) if power else None
+    if weights is None:
         return scores
-    profile = facts.head_profile.to(scores)[..., None]
-    weight = (profile / profile.mean()).nan_to_num(1.0).clamp(min=_MIN_WEIGHT) ** power
+    weight = weights.to(scores)[..., None]
     weighted = torch.where(scores > 0, scores * weight, scores / weight).clamp(max=LIFTED)
     return torch.where(scores > LIFTED, scores, weighted)

@@ -3,23 +3,33 @@
 from __future__ import annotations
 
 import torch
-from kvc_kernels.score import pool_neighbours
+from kvc_kernels.score import fade_to_neighbours, pool_neighbours
 
 from sgl_kvc.policy.base import LayerContext
 
-SOURCE = "SnapKV, arXiv 2404.14469, section 4; squared: KV-Compress, arXiv 2410.00161, eq. 8"
+SOURCE = (
+    "SnapKV, arXiv 2404.14469, section 4; squared: KV-Compress, arXiv 2410.00161, eq. 8; with "
+    "half_life ours"
+)
 PARAMETERS = {
     "window": {"default": 8, "min": 1, "max": 1024},
     "pool": {"default": 7, "min": 1, "max": 255, "step": 2},
     "pooling": {"default": "max", "choices": ["max", "mean"]},
     "norm": {"default": "l2", "choices": ["l2", "l1"]},
     "group": {"default": "sum", "choices": ["sum", "mean"]},
+    "half_life": {"default": 0.0, "min": 0.0, "max": 1024.0},
 }
 CONTINUAL = "attention"
 
 
 def score(
-    context: LayerContext, window: int, pool: int, pooling: str, norm: str, group: str
+    context: LayerContext,
+    window: int,
+    pool: int,
+    pooling: str,
+    norm: str,
+    group: str,
+    half_life: float,
 ) -> torch.Tensor:
     """Attention summed over the window and the query group, pooled over neighbours.
 
@@ -33,10 +43,12 @@ def score(
     norm : l2 sums squared attention, l1 attention
     group : sum adds the query heads that share a KV head, mean averages their attention
         before it is squared
+    half_life : above 0, every key, the window's too, counts at least what another does, halved
+        every so many positions between them; 0 is off
     """
     del window  # the context holds no other queries
     power = 2 if norm == "l2" else 1
     scores = context.window_attention(power, group=group)
     before = scores.shape[1] - context.queries.shape[0]
     scores[:, :before] = pool_neighbours(scores[:, :before], pool, pooling)
-    return scores
+    return fade_to_neighbours(scores, half_life) if half_life else scores

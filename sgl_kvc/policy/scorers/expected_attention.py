@@ -5,10 +5,10 @@ from __future__ import annotations
 import dataclasses
 
 import torch
+from kvc_kernels.rotary import angles, rotate
 from kvc_kernels.score import block_elements
 
 from sgl_kvc.policy.base import LayerContext
-from sgl_kvc.policy.scorers._rotation import angles, rotate
 
 SOURCE = "Expected Attention, arXiv 2510.00636: exp(mean k / sqrt(D) + k cov k / 2D), times |v|"
 NEEDS = ("cos_sin",)
@@ -47,7 +47,8 @@ def observe(
     queries = context.queries[new - (n - first) :].float()
     if not len(queries):
         return earlier
-    cos, sin = angles(context.facts, torch.arange(first, n), queries.device)
+    assert context.facts.cos_sin is not None
+    cos, sin = angles(context.facts.cos_sin, torch.arange(first, n), queries.device)
     length = cos**2 + sin**2  # not 1 where a long-context variant scales the rotation
     queries = rotate(queries.transpose(0, 1), cos / length, -sin / length, context.facts.neox)
     mean = queries.mean(dim=1)
@@ -100,7 +101,7 @@ def _future(context: LayerContext, future: int) -> tuple[torch.Tensor, torch.Ten
     known = context.facts.cos_sin.shape[0]
     first = min(n, known - 1)
     ahead = torch.arange(first, min(first + future, known))
-    cos, sin = angles(context.facts, ahead, context.keys.device)
+    cos, sin = angles(context.facts.cos_sin, ahead, context.keys.device)
     cos, sin, neox = cos.mean(dim=0), sin.mean(dim=0), context.facts.neox
     seen = context.state
     spread = seen.scatter / max(seen.count, 1)

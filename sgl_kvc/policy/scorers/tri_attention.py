@@ -5,9 +5,9 @@ from __future__ import annotations
 import dataclasses
 
 import torch
+from kvc_kernels.rotary import angles, rotate
 
 from sgl_kvc.policy.base import HeldContext, LayerContext, ModelFacts
-from sgl_kvc.policy.scorers._rotation import angles, rotate
 
 SOURCE = "TriAttention, arXiv 2604.04921: trigonometric series of the distance plus norms"
 NEEDS = ("cos_sin",)
@@ -37,7 +37,8 @@ def observe(context: LayerContext, furthest: int) -> Centre:
     """The sums with one more chunk."""
     del furthest
     (new, query_heads, dim), n = context.queries.shape, context.keys.shape[0]
-    cos, sin = angles(context.facts, torch.arange(n - new, n), context.keys.device)
+    assert context.facts.cos_sin is not None
+    cos, sin = angles(context.facts.cos_sin, torch.arange(n - new, n), context.keys.device)
     length = cos**2 + sin**2  # not 1 where a long-context variant scales the rotation
     queries = context.queries.float().transpose(0, 1)
     queries = rotate(queries, cos / length, -sin / length, context.facts.neox)
@@ -85,7 +86,8 @@ def _scores(
     heads, n = held.shape
     keys, count = keys.float(), max(1, centre.count)
     first = torch.tensor([0, 1])
-    cos, sin = angles(facts, first, keys.device)
+    assert facts.cos_sin is not None
+    cos, sin = angles(facts.cos_sin, first, keys.device)
     size = (cos[0] ** 2 + sin[0] ** 2).sqrt()  # of the rotation: 1, or a long-context variant's
     turn = torch.atan2(sin[1], cos[1]).double() - torch.atan2(sin[0], cos[0]).double()
     distances = 2.0 ** torch.arange(furthest.bit_length(), device=keys.device, dtype=torch.float64)

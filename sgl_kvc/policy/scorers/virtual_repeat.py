@@ -1,0 +1,134 @@
+"""Attention that keys would get if the prompt were read a second time, right behind itself."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from kvc_kernels.repeat import leverage as key_leverage
+from kvc_kernels.repeat import repeat_attention
+from kvc_kernels.rotary import rotate, rotation_by
+from kvc_kernels.score import causal_lse, fade_to_neighbours
+
+from sgl_kvc.policy.base import LayerContext
+
+SOURCE = "after KVzip, arXiv 2505.23416, without its second pass; with leverage ours"
+NEEDS = ("cos_sin",)
+PARAMETERS = {
+    "window": {"default": 64, "min": 1, "max": 1024},
+    "part": {"default": 256, "min": 16, "max": 4096},
+    "shift": {"default": 1024, "min": 0, "max": 1048576},
+    "half_life": {"default": 0.0, "min": 0.0, "max": 1024.0},
+    "leverage": {"default": 0.0, "min": 0.0, "max": 64.0},
+    "echo": {"default": 0.0, "min": 0.0, "max": 64.0},
+    "repeat_power": {"default": 0.0, "min": 0.0, "max": 8.0},
+}
+CONTINUAL = "attention"
+
+
+@dataclasses.dataclass(frozen=True)
+class Reading:
+    """What a layer's queries said so far.
+
+    Attributes
+    ----------
+    scores : float32 [H, m], of the parts that were read again.
+    queries, lse : [r, H*G, D] and float32 [r, H*G], of a part that the next chunk goes on with.
+    """
+
+    scores: torch.Tensor
+    queries: torch.Tensor
+    lse: torch.Tensor
+
+
+def observe(
+    context: LayerContext,
+    window: int,
+    part: int,
+    shift: int,
+    half_life: float,
+    leverage: float,
+    echo: float,
+    repeat_power: float,
+) -> Reading:
+    """Read again the parts that this chunk completes; carry over the queries of the last one.
+
+    Parts are counted from the prompt's first token, so scores do not depend on the chunks.
+    """
+    del window, half_life, leverage, echo, repeat_power
+    queries, lse = context.queries, context.lse
+    if lse is None:
+        lse = causal_lse(queries, context.keys, context.scale)
+    scores = [torch.zeros(context.keys.shape[1], 0, device=context.keys.device)]
+    if context.state is not None:
+        earlier: Reading = context.state
+        scores.append(earlier.scores)
+        queries, lse = torch.cat([earlier.queries, queries]), torch.cat([earlier.lse, lse])
+    first, read = context.keys.shape[0] - len(queries), len(queries)
+    if not context.last_chunk:
+        read = read // part * part
+    turn = _turn(context, shift)
+    for begin in range(0, read, part):
+        rows = slice(begin, min(begin + part, read))
+        keys = context.keys[first + rows.start : first + rows.stop]
+        moved = rotate(queries[rows].float(), *turn, context.facts.neox)
+        scores.append(repeat_attention(moved, keys, context.scale, lse[rows]))
+    return Reading(torch.cat(scores, dim=1), queries[read:].clone(), lse[read:].clone())
+
+
+def score(
+    context: LayerContext,
+    window: int,
+    part: int,
+    shift: int,
+    half_life: float,
+    leverage: float,
+    echo: float,
+    repeat_power: float,
+) -> torch.Tensor:
+    """The most attention any query pays that reads its part of the prompt again.
+
+    Queries are those of the first reading, rotated on by as many positions as the second lies
+    behind it.
+
+    Parameters
+    ----------
+    window : last queries that are asked again, for `echo`
+    part : tokens that are read again at a time; a query sees no key of another part
+    shift : positions by which queries are rotated on. With fewer than a part, heads that look at
+        the tokens right before them would find these again
+    half_life : above 0, every key counts at least what another does, halved every so many
+        positions between them; 0 is off
+    leverage : weight of the key's leverage, which is added: how little the head's other keys
+        can stand for it
+    echo : a key counts at least this many times the attention it would get if the last `window`
+        tokens came once more, right behind the prompt: a question at its end, asked again
+    repeat_power : all but the echo is multiplied by (the head's profile / the mean profile) to
+        this power, where the model has a head profile
+    """
+    del part, shift
+    reading: Reading = context.state
+    scores = reading.scores
+    if leverage:
+        scores = scores + leverage * key_leverage(context.keys)
+    weights = context.facts.head_weights(repeat_power) if repeat_power else None
+    if weights is not None:
+        scores = scores * weights[context.layer].to(scores)[:, None]
+    if echo:
+        scores = scores.maximum(echo * _echo(context))
+    return fade_to_neighbours(scores, half_life) if half_life else scores
+
+
+def _echo(context: LayerContext) -> torch.Tensor:
+    """float32 [H, n]: the most attention from the last queries, asked again after themselves."""
+    asked = context.queries
+    own = causal_lse(asked, context.keys[-len(asked) :], context.scale)
+    moved = rotate(asked.float(), *_turn(context, len(asked)), context.facts.neox)
+    return repeat_attention(moved, context.keys, context.scale, own)
+
+
+def _turn(context: LayerContext, shift: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines [R/2] of the rotation by `shift` positions."""
+    assert context.facts.cos_sin is not None
+    cos, sin = rotation_by(context.facts.cos_sin, shift)
+    return cos.to(context.keys.device), sin.to(context.keys.device)

@@ -1,0 +1,35 @@
+"""What requests ask for in the lives of `test_cache.py`."""
+
+from __future__ import annotations
+
+KNOBS = [
+    None,
+    {"rate": 1},
+    {"rate": 1.5, "min_tokens": 0},
+    {"rate": 4, "min_tokens": 0},
+    {"rate": 64, "min_tokens": 0, "window": 3, "sinks": 1},
+    {"rate": 4, "min_tokens": 0, "policy": "snapkv"},
+    {"budget": 9, "min_tokens": 0, "policy": "random"},
+    {"rate": 3, "min_tokens": 0, "policy": "streaming-llm"},
+    {"rate": 4, "min_tokens": 0, "question_tokens": 7, "recent": 3, "policy": "kv-compress"},
+    {"rate": 4, "min_tokens": 0, "question_tokens": 7, "recent": 3, "part": 16},
+    {"rate": 2, "min_tokens": 0, "question_tokens": 30, "policy": "random"},
+    {"rate": 3, "min_tokens": 0, "policy": "h2o", "recent": 2},
+    {"rate": 4, "min_tokens": 0, "prefix_tokens": 13, "sinks": 14},
+    {"rate": 2, "min_tokens": 0, "prefix_tokens": 24, "question_tokens": 6, "policy": "h2o"},
+    {"budget": 12, "recompress_every": 6, "recent": 3, "sinks": 2},
+    {"rate": 3, "recompress_every": 1, "recent": 0, "policy": "snapkv", "window": 2},
+    {"budget": 8, "recompress_every": 9, "question_tokens": 5, "policy": "kv-compress"},
+    {"budget": 8, "recompress_every": 5, "question_tokens": 60, "policy": "kv-compress"},
+    {"budget": 8, "recompress_every": 5, "prefix_tokens": 17},
+    {"budget": 4, "recompress_every": 4, "prefix_tokens": 90, "question_tokens": 3,
+     "policy": "kv-compress"},
+    {"budget": 12, "recompress_every": 5, "policy": "h2o", "recent": 2},
+    {"rate": 3, "recompress_every": 4, "policy": "streaming-llm"},
+    {"budget": 12, "recompress_every": 5, "policy": "virtual-repeat", "question_tokens": 9},
+    {"budget": 12, "recompress_every": 6, "policy": "r-kv", "window": 3},
+    {"rate": 3, "recompress_every": 4, "policy": "r-kv", "prefix_tokens": 9, "question_tokens": 4},
+    {"on_pressure": 4, "min_tokens": 0},
+    {"on_pressure": 2, "min_tokens": 0, "policy": "h2o", "recent": 2},
+    {"on_pressure": 3, "min_tokens": 0, "policy": "kv-compress", "prefix_tokens": 13},
+]
