@@ -267,9 +267,10 @@ class CompressingRadixCache(SegmentRadixCache, PrefixCache):
         self.pool.spans.install(req.req_pool_idx, segment)
 
     def hold_only(self, req: Req, tokens: int) -> None:
-        key = RadixKey(Request.of(req).prompt(req), req.extra_key, limit=tokens)
-        params = MatchPrefixParams(key=key)
-        node = super().match_prefix(params).last_device_node if tokens else self.root_node
+        node = self.root_node
+        if tokens:
+            key = RadixKey(Request.of(req).prompt(req), req.extra_key, limit=tokens)
+            node = super().match_prefix(MatchPrefixParams(key=key)).last_device_node
         self.lock_instead(req, node)
 
     def free_tokens(self) -> int:

@@ -58,6 +58,9 @@ class CpuPlatform(CpuDeviceMixin, SRTPlatform):
     def get_torch_profiler_activity(self) -> torch.profiler.ProfilerActivity:
         return torch.profiler.ProfilerActivity.CPU
 
+    def get_compile_backend(self, mode: str | None = None) -> str:
+        return "eager"  # inductor takes 14 s for a penalty, and nothing else is served meanwhile
+
     def get_default_attention_backend(self) -> str:
         return "torch_native"
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -45,3 +47,17 @@ def test_a_wait_policy_of_the_users_own_is_kept(tiny_llama, monkeypatch):
     monkeypatch.delenv("OMP_WAIT_POLICY")
     ServerArgs(model_path=str(tiny_llama), device="cpu")
     assert "GOMP_SPINCOUNT" in os.environ
+
+
+def test_a_penalty_waits_for_no_compiler():
+    """The first request with one held everybody up for 14 seconds."""
+    code = """
+import torch
+from sglang.srt.sampling.penaltylib.repetition_penalty import apply_scaling_penalties
+from torch._dynamo.utils import counters
+logits = torch.tensor([[1.0, -1.0]])
+apply_scaling_penalties(logits, torch.tensor([[2.0, 2.0]]))
+print(logits.tolist(), dict(counters["inductor"]))
+"""
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert found.stdout.splitlines()[-1] == "[[0.5, -2.0]] {}"

@@ -172,12 +172,16 @@ def test_the_knob_is_that_of_a_request_with_a_question() -> None:
 
 
 @pytest.mark.parametrize(
-    ("reason", "status", "code"),
+    ("reason", "compressed", "status", "code"),
     [
-        (None, 507, "documents_full"),
-        ("no free blocks to compress into", 507, "no_room"),
-        ("nothing to remove: ...", 409, "nothing_to_compress"),
+        (None, True, 507, "documents_full"),
+        (None, False, 502, "knob_lost"),
+        ("no free blocks to compress into", False, 507, "no_room"),
+        ("nothing to remove: ...", False, 409, "nothing_to_compress"),
     ],
 )
-def test_why_it_was_not_kept(reason: str | None, status: int, code: str) -> None:
-    assert (_refused(reason).status, _refused(reason).code) == (status, code)
+def test_why_it_was_not_kept(
+    reason: str | None, compressed: bool, status: int, code: str
+) -> None:
+    refused = _refused(reason, compressed)
+    assert (refused.status, refused.code) == (status, code)

@@ -13,8 +13,6 @@ from sgl_kvc import report as reports
 from sgl_kvc.cache import compaction
 from sgl_kvc.cache.request import Request
 from sgl_kvc.policy.selection import Selection
-from sgl_kvc.pool.host_copy import HostCopy
-from sgl_kvc.report import KeptByHead
 from sgl_kvc.spec import SpecError, parse
 from tests.sgl_kvc.lives import HEADS, LAYERS, PAGE, World, kv
 from tests.sgl_kvc.test_radix import PLAIN, prompt, report, server_args  # noqa: F401
@@ -76,13 +74,6 @@ def test_a_bitmap_that_would_be_large_is_not_made(monkeypatch):
     for module in (reports, compaction):
         monkeypatch.setattr(module, "MAX_BITS", bits)
     assert report(run(World(40), prompt(30), EXPLAINED))["explain"]["positions"]
-
-
-def test_a_segment_of_a_request_that_did_not_ask():
-    pages = HostCopy(torch.tensor([1, 2]))
-    told = KeptByHead(1, 2, 0, 16, pages, None).to_json(4)
-    assert told["kept"] == [4, 8]
-    assert "did not ask" in told["skipped"]
 
 
 def test_bits_are_from_the_lowest_and_rows_whole_bytes():
