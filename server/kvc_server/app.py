@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
+import anyio.to_thread
 import httpx
 from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
@@ -54,6 +55,7 @@ def create_app(settings: Settings, program: Program | None = None) -> FastAPI:
     program : the worker to start where `settings` names none that runs; None is SGLang.
     """
     metrics = Metrics()
+    traces = tracing.provider() if settings.traces else None
 
     @contextlib.asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
@@ -72,6 +74,8 @@ def create_app(settings: Settings, program: Program | None = None) -> FastAPI:
                 if room is not None:
                     await room.close()
                 await worker.stop()
+                if traces is not None:  # it may wait for the collector
+                    await anyio.to_thread.run_sync(traces.shutdown)
 
     app = FastAPI(
         title="sgl-kvc",
@@ -84,8 +88,8 @@ def create_app(settings: Settings, program: Program | None = None) -> FastAPI:
     if settings.keys is not None:
         keys = KeyFile(Path(settings.keys), settings)
         app.add_middleware(AuthenticationMiddleware, keys=keys)
-    if settings.traces:
-        app.add_middleware(tracing.TracingMiddleware, provider=tracing.provider())
+    if traces is not None:
+        app.add_middleware(tracing.TracingMiddleware, provider=traces)
     write = None if settings.access_log is None else access_log(settings.access_log)
     app.add_middleware(ObservingMiddleware, metrics=metrics, write=write)
     if settings.cors_origins:

@@ -19,6 +19,7 @@ class KnobLimits:
     ----------
     policies : names that may be asked for, also ``scorer+apportioner``; None is all.
     all_queries : whether policies that take nothing from the prefix cache are among them.
+    explain : whether requests may ask which KVs were kept: long reports, of a copy of their own.
     max_window : of the policies that look at the last queries, how many.
     min_budget : KVs per head.
     min_recompress_every : decoded tokens between two compressions, where there are any.
@@ -28,6 +29,7 @@ class KnobLimits:
 
     policies: frozenset[str] | None = None
     all_queries: bool = True
+    explain: bool = True
     max_window: int = 1024
     min_budget: int = 1
     min_recompress_every: int = 16
@@ -37,6 +39,8 @@ class KnobLimits:
     def check(self, spec: CompressionSpec) -> CompressionSpec:
         """The knob as this server serves it. Raises SpecError for what it does not allow."""
         self._check_policy(spec)
+        if spec.explain and not self.explain:
+            raise SpecError("explain", "is not served here: leave it out")
         window, every = spec.parameters.get("window", 0), spec.recompress_every
         if window > self.max_window:
             raise _limit("window", "at most", self.max_window, window)
@@ -63,6 +67,7 @@ class KnobLimits:
         return KnobLimits(
             policies=self.policies if policies is None else policies,
             all_queries=self.all_queries and other.all_queries,
+            explain=self.explain and other.explain,
             max_window=min(self.max_window, other.max_window),
             min_budget=max(self.min_budget, other.min_budget),
             min_recompress_every=max(self.min_recompress_every, other.min_recompress_every),

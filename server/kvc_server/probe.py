@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import time
 
-import anyio
 import httpx
 
 #: Answered by SGLang's HTTP server alone, however busy the engine is; any status will do.
@@ -17,6 +16,7 @@ HEALTH_PATH = "/health"
 HEALTH_TIMEOUT_S = 25.0
 AGENT = "sgl-kvc-probe"
 _UNHEALTHY_INTERVAL_S = 0.5
+_STEPS = 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,10 +88,24 @@ class Probe:
             await asyncio.sleep(pause if self.healthy else min(pause, _UNHEALTHY_INTERVAL_S))
 
     async def _ask(self, path: str, timeout: float) -> int | None:
-        """The status of one answer; None if there was none within `timeout` seconds."""
-        # not asyncio.wait_for: before Python 3.12 it may swallow a cancellation
-        with contextlib.suppress(httpx.HTTPError), anyio.move_on_after(timeout):
+        """The status of one answer; None if there was none within `timeout` seconds.
+
+        They are counted in steps: while we are held up ourselves answers wait to be read, and of
+        such a time no more than one step counts.
+        """
+        asked = asyncio.create_task(self._status(path))
+        try:
+            for _ in range(_STEPS):
+                done, _ = await asyncio.wait({asked}, timeout=timeout / _STEPS)
+                if done:
+                    return asked.result()
+            return None
+        finally:
+            asked.cancel()
+
+    async def _status(self, path: str) -> int | None:
+        with contextlib.suppress(httpx.HTTPError):
             url = f"{self._url}{path}"
-            answer = await self._client.get(url, timeout=timeout, headers={"User-Agent": AGENT})
+            answer = await self._client.get(url, timeout=None, headers={"User-Agent": AGENT})
             return answer.status_code
         return None

@@ -38,6 +38,8 @@ def add(parser: argparse.ArgumentParser) -> None:
         help="the policies that may be asked for, by commas (default: all)")  # fmt: skip
     add("--no-all-queries", action="store_true",
         help="refuse policies that take nothing from the prefix cache")  # fmt: skip
+    add("--no-explain", action="store_true",
+        help="refuse reports of which KVs were kept")  # fmt: skip
     add("--force-rate", type=float, metavar="RATE",
         help="the rate of every request, whatever it asks for")  # fmt: skip
     add("--admit-by-memory", action="store_true",
@@ -58,6 +60,7 @@ def knob_limits_of(options: argparse.Namespace) -> KnobLimits:
     return KnobLimits(
         policies=None if names is None else frozenset(name.strip() for name in names.split(",")),
         all_queries=not options.no_all_queries,
+        explain=not options.no_explain,
         max_window=options.max_window,
         min_budget=options.min_budget,
         min_recompress_every=options.min_recompress_every,

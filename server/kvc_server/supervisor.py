@@ -183,7 +183,7 @@ class LocalWorker:
             while not over.done():
                 if process.stopped_s > hang_timeout:
                     return f"stopped by a signal for {hang_timeout:g} s"
-                if probe.silent_s > hang_timeout + self._watch.interval:
+                if probe.hangs and probe.silent_s > hang_timeout + self._watch.interval:
                     return f"no answer for {hang_timeout:g} s"
                 await asyncio.wait({over}, timeout=LOOK_INTERVAL_S)
             return over.result()

@@ -30,6 +30,7 @@ log = logging.getLogger(__name__)
 _PREFIX = "kvc-"
 _LOOK_INTERVAL_S = 1.0
 _AMOUNTS = ("requests_per_minute", "tokens_per_minute", "concurrency")
+_FLAGS = frozenset({"all_queries", "explain"})  # of the knob's bounds
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,6 +166,9 @@ def _bounded(settings: Settings, knob: Mapping[str, Any], where: str) -> Setting
     for field in knob:
         if field not in {"max_rate", "default_rate", *names}:
             raise SettingsError(f"{where}.{field}: there is no such bound")
+    for field in _FLAGS & set(knob):
+        if not isinstance(knob[field], bool):
+            raise SettingsError(f"{where}.{field} must be true or false")
     try:
         limits = {name: knob[name] for name in names & set(knob)}
         if limits.get("policies") is not None:

@@ -17,6 +17,11 @@ from sglang.utils import http_request
 from sgl_kvc.lang.knob import NOT_GIVEN, OFF, Knob, checked, current
 from sgl_kvc.spec import CUSTOM_PARAM
 
+#: Tokens before a seam that are read anew: SGLang scores choices from there, since tokens may merge
+#: where one text ends and another begins.
+_SEAM = 2
+#: Fields of a knob that say by themselves what is compressed when, or that want a copy.
+_OWN_WAY = ("question_tokens", "question", "on_pressure", "recompress_every", "reuse", "explain")
 _PROBABILITIES = (
     "return_logprob", "logprob_start_len", "top_logprobs_num", "return_text_in_logprobs",
 )  # fmt: skip
@@ -76,11 +81,23 @@ class RuntimeEndpoint(runtime_endpoint.RuntimeEndpoint):
                 if line.startswith(b"data:") and line[5:].strip() != b"[DONE]":
                     yield json.loads(line[5:])
 
+    def _count(self, texts: Sequence[str]) -> list[int]:
+        """Tokens of each text. Raises RuntimeError."""
+        res = http_request(
+            f"{self.base_url}/tokenize", json={"prompt": list(texts)}, api_key=self.api_key,
+            verify=self.verify,
+        )  # fmt: skip
+        if res.status_code == 200:
+            return res.json()["count"]
+        # a router may have no tokenizer
+        answers = self._post({"text": list(texts), "sampling_params": {"max_new_tokens": 0}})
+        return [each["meta_info"]["prompt_tokens"] for each in answers]
+
     # ------------------------------------------------------------------- what programs ask for
 
     def generate(self, s: Any, sampling_params: SglSamplingParams) -> tuple[Any, Any]:
         """Text and meta info, or lists of them for ``n > 1``. Raises RuntimeError."""
-        knob = self._knob()
+        knob = self._knob(s)
         answer = self._post(self._body(s, sampling_params, knob))
         for each in answer if isinstance(answer, list) else [answer]:
             _check_arrived(each, knob)
@@ -92,7 +109,7 @@ class RuntimeEndpoint(runtime_endpoint.RuntimeEndpoint):
         self, s: Any, sampling_params: SglSamplingParams
     ) -> Iterator[tuple[str, Any]]:
         """Pieces of text, each with the meta info so far; the last one has the report."""
-        knob = self._knob()
+        knob = self._knob(s)
         told: dict[str, Any] = {}
         position = 0
         for event in self._post_stream(self._body(s, sampling_params, knob) | {"stream": True}):
@@ -124,9 +141,22 @@ class RuntimeEndpoint(runtime_endpoint.RuntimeEndpoint):
 
     # ------------------------------------------------------------------------------- helpers
 
-    def _knob(self) -> Knob | None:
+    def _knob(self, s: Any) -> Knob | None:
+        """The knob for the state's text."""
+        knob = self._in_force()
+        if knob is not None and (shared := _shared(s, knob)) is not None:
+            (knob,) = self._read_behind(shared, [s.text_], knob)
+        return knob
+
+    def _in_force(self) -> Knob | None:
         knob = current()
         return self.kvc_knob if knob is None else knob
+
+    def _read_behind(self, before: str, texts: Sequence[str], knob: Knob) -> list[Knob]:
+        """For each text the knob by which its beginning, `before`, is compressed and the rest not."""
+        first, *whole = self._count([before, *texts])
+        compressed = first - _SEAM - (knob.get("question_tokens") or 0)
+        return [{**knob, "question_tokens": tokens - compressed} for tokens in whole]
 
     def _body(
         self, s: Any, sampling_params: SglSamplingParams, knob: Knob | None
@@ -145,10 +175,13 @@ class RuntimeEndpoint(runtime_endpoint.RuntimeEndpoint):
 
     def _generate_http_request(self, s: Any, data: dict[str, Any]) -> Any:
         """What `select` sends: the prompt alone, then with each of the choices behind it."""
-        knob, texts = self._knob(), data.get("text")
+        knob, texts = self._in_force(), data.get("text")
         compressed = isinstance(texts, list) and knob is not None and knob != OFF
         if compressed:
-            data = data | {"sampling_params": self._after_compression(s, data, knob)}
+            shared = _shared(s, knob)
+            knobs = self._read_behind(s.text_ if shared is None else shared, texts, knob)
+            sampling = data["sampling_params"] | {"max_new_tokens": 1}  # the report comes with it
+            data = data | {"sampling_params": [_with_knob(sampling, each) for each in knobs]}
         self._add_images(s, data)
         answer = self._post(data)
         if compressed:
@@ -157,17 +190,16 @@ class RuntimeEndpoint(runtime_endpoint.RuntimeEndpoint):
             s.kvc_reports = [each[CUSTOM_PARAM] for each in answer]
         return answer
 
-    def _after_compression(self, s: Any, data: dict[str, Any], knob: Any) -> list[dict[str, Any]]:
-        """Sampling parameters by which each choice is read over the compressed prompt.
 
-        SGLang scores from two tokens before the choice, since tokens may merge where it begins.
-        The report comes with a token that is decoded.
-        """
-        lengths = self._post(_nothing_decoded([s.text_, *data["text"]]))
-        before, *whole = (each["meta_info"]["prompt_tokens"] for each in lengths)
-        kept_whole = (knob.get("question_tokens") or 0) + 2 - before
-        sampling = data["sampling_params"] | {"max_new_tokens": 1}
-        return [_with_knob(sampling, {**knob, "question_tokens": kept_whole + n}) for n in whole]
+def _shared(s: Any, knob: Knob) -> str | None:
+    """What a branch of a fork shares with the others, where that alone is to be compressed.
+
+    None where most of the text is the branch's own, and where the knob says what to compress.
+    """
+    own_way = knob == OFF or s.images_ or any(field in knob for field in _OWN_WAY)
+    if own_way or not s.kvc_shared or 2 * s.kvc_shared < len(s.text_):
+        return None
+    return s.text_[: s.kvc_shared]
 
 
 def _with_knob(sampling: Mapping[str, Any], knob: Knob | None) -> dict[str, Any]:
@@ -175,7 +207,7 @@ def _with_knob(sampling: Mapping[str, Any], knob: Knob | None) -> dict[str, Any]
     return dict(sampling) | ({} if knob is None else {"custom_params": {CUSTOM_PARAM: dict(knob)}})
 
 
-def _nothing_decoded(text: str | Sequence[str]) -> dict[str, Any]:
+def _nothing_decoded(text: str) -> dict[str, Any]:
     return {"text": text, "sampling_params": {"max_new_tokens": 0}}
 
 

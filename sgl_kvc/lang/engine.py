@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import threading
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any
 
 from sglang.lang.backend.base_backend import BaseBackend
@@ -67,6 +67,9 @@ class EngineBackend(RuntimeEndpoint):
 
     def get_server_info(self) -> Any:
         return dataclasses.asdict(self._engine.server_args)
+
+    def _count(self, texts: Sequence[str]) -> list[int]:
+        return [len(self._engine.tokenizer_manager.tokenizer.encode(text)) for text in texts]
 
     def _post(self, data: dict[str, Any]) -> Any:
         with contextlib.closing(self._post_stream(data)) as answers:

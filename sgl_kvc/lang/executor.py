@@ -17,7 +17,13 @@ class StreamExecutor(interpreter.StreamExecutor):
 
     That thread has the context in which the program began, so the knob of a context inside the
     program is put on the expression when it is added.
+
+    Attributes
+    ----------
+    kvc_shared : characters of the text that the branches of its fork have in common.
     """
+
+    kvc_shared = 0
 
     def submit(self, expr: Any) -> None:
         """Raises RuntimeError where the backend would drop a knob."""
@@ -30,6 +36,12 @@ class StreamExecutor(interpreter.StreamExecutor):
                 "use sgl_kvc.lang.RuntimeEndpoint or sgl_kvc.lang.engine.EngineBackend"
             )
         super().submit(expr)
+
+    def fork(self, size: int = 1, position_ids_offset: list[int] | None = None) -> list[Any]:
+        branches = super().fork(size, position_ids_offset)
+        for branch in branches:
+            branch.kvc_shared = len(self.text_) if size > 1 else self.kvc_shared
+        return branches
 
     def _execute(self, other: Any) -> None:
         knob = knob_of(other)

@@ -145,6 +145,65 @@ def test_forks_are_compressed_and_joined(through_gateway, join):
     assert state["rates"] == [2, 2]
 
 
+def compactions(gateway: Gateway) -> float:
+    """How many prompts the worker has compressed."""
+    with gateway.client() as client:
+        text = client.get("/metrics").text
+    lines = [line.split() for line in text.splitlines() if "kvc_compactions_total" in line]
+    return sum(float(line[-1]) for line in lines if line[0] != "#")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_what_branches_share_is_compressed_once(backend, gateway, stream):
+    """Four questions and a choice of different lengths on one document, without `force`."""
+    text = sample("needles8", 512, Random(9 + stream)).text.rpartition(" . ")[0]
+    lines = [line for line in text.split(" . ") if line.startswith("the code for")][:4]
+    asked, answers = zip(*(line.split(" is ") for line in lines), strict=True)
+
+    @sgl.function
+    def many(s):
+        s += text + " . "
+        forks = s.fork(5)
+        for number, (fork, words) in enumerate(zip(forks.states[:4], asked, strict=True)):
+            fork += "and so " * number + "what is " + words + " ? <answer>"
+            fork += sgl.gen("answer", **GREEDY)
+        last = forks.states[4]
+        last += "what is " + asked[0] + " ? <answer>"
+        last += select("answer", [f" {answers[1]}", f" {answers[0]}"])
+        forks.join()
+        s["reports"] = [fork.get_meta_info("answer")["kv_compression"] for fork in forks.states]
+
+    before = compactions(gateway)
+    with kv_compression(rate=2):
+        state = many.run(backend=backend, stream=stream)
+    *reports, chosen = state["reports"]
+    assert [answer.split() for answer in state["answer"]] == [a.split() for a in answers] + [
+        answers[0].split()
+    ]
+    reports += chosen
+    assert [report["skipped"] for report in reports] == [None] * 6
+    assert compactions(gateway) == before + 1
+    assert len({report["policy"] for report in reports}) == 1
+
+
+@pytest.mark.parametrize(
+    ("shared", "own", "knob"),
+    [("the old river waits . ", PROMPT.text, {}), (DOCUMENT, QUESTION, {"question_tokens": 0})],
+    ids=["most is its own", "the knob says it"],
+)
+def test_a_branch_may_be_compressed_by_itself(through_gateway, shared, own, knob):
+    @sgl.function
+    def branch(s):
+        s += shared
+        one, _ = s.fork(2).states
+        one += own + " <answer>"
+        one += gen("answer", kv_compression={"rate": 8, "force": True, **knob}, **GREEDY)
+        s["report"] = one.get_meta_info("answer")["kv_compression"]
+
+    report = branch.run(backend=through_gateway)["report"]
+    assert (report["policy"], report["skipped"]) == ("kv-compress", None)
+
+
 @pytest.mark.parametrize("knob", [None, {"rate": 4}])
 def test_a_choice_is_read_over_what_was_kept(backend, knob):
     wrong = sample("needles8", 512, Random(8)).answer

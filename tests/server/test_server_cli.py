@@ -54,15 +54,15 @@ def test_every_option_arrives_in_the_settings() -> None:
         "serve --worker-url http://a --default-rate 3 --max-rate 99 --connect-timeout 1 "
         "--read-timeout 2 --max-body 3 --max-in-flight 4 --header-timeout 5 --body-timeout 6 "
         "--drain-timeout 7 --start-timeout 8 --hang-timeout 9 --policies knorm+uniform,kv-compress "
-        "--no-all-queries --max-window 64 --min-budget 65 --min-recompress-every 66 "
-        "--min-rate 2.5 --force-rate 67 --keys keys --access-log log --traces "
-        "--cors-origin https://a --cors-origin https://b"
+        "--no-all-queries --no-explain --max-window 64 --min-budget 65 "
+        "--min-recompress-every 66 --min-rate 2.5 --force-rate 67 --keys keys --access-log log "
+        "--traces --cors-origin https://a --cors-origin https://b"
     )
     names = frozenset({"knorm+uniform", "kv-compress"})
     assert settings_of(build_parser().parse_args(words), ()) == Settings(
         "http://a", default_rate=3, max_rate=99, connect_timeout=1, read_timeout=2,
         limits=Limits(3 * MIB, 4, 5, 6, 7),
-        knob_limits=KnobLimits(names, False, 64, 65, 66, 2.5, 67),
+        knob_limits=KnobLimits(names, False, False, 64, 65, 66, 2.5, 67),
         watch=Watch(start_timeout=8, hang_timeout=9), keys="keys", access_log="log", traces=True,
         cors_origins=("https://a", "https://b"),
     )  # fmt: skip

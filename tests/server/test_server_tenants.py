@@ -85,6 +85,8 @@ def test_the_file_is_read_again_when_it_changes(tmp_path: Path, caplog: Any) -> 
         ({"knob": {"max_rate": 1, "default_rate": 2}}, r"knob: --default-rate"),
         ({"knob": {"policies": ["?"]}}, r"knob: --policies"),
         ({"knob": {"max_window": "a"}}, r"knob: "),
+        ({"knob": {"explain": "no"}}, r"knob.explain must be true or false"),
+        ({"knob": {"all_queries": 0}}, r"knob.all_queries must be true or false"),
         ({"knob": []}, r"knob must be an object"),
     ],
 )
@@ -114,10 +116,11 @@ def test_no_name_and_no_key_is_there_twice(tmp_path: Path) -> None:
 @given(
     server=st.builds(KnobLimits, max_window=st.integers(1, 99), min_budget=st.integers(1, 99),
                      policies=st.sampled_from([None, frozenset({"kv-compress", "knorm"})]),
-                     force_rate=st.sampled_from([None, 4]), all_queries=st.booleans()),
+                     force_rate=st.sampled_from([None, 4]), all_queries=st.booleans(),
+                     explain=st.booleans()),
     bounds=st.fixed_dictionaries({}, optional={
         "max_window": st.integers(1, 99), "min_budget": st.integers(1, 99),
-        "min_rate": st.integers(1, 8), "all_queries": st.booleans(),
+        "min_rate": st.integers(1, 8), "all_queries": st.booleans(), "explain": st.booleans(),
         "policies": st.sampled_from([None, frozenset({"kv-compress", "snapkv"})]),
         "force_rate": st.sampled_from([None, 8])}),
 )  # fmt: skip
@@ -128,6 +131,7 @@ def test_a_key_has_never_more_than_the_server_gives(server: KnobLimits, bounds: 
         assert got.min_budget >= each.min_budget
         assert got.min_rate >= each.min_rate
         assert got.all_queries <= each.all_queries
+        assert got.explain <= each.explain
         assert each.policies is None or (got.policies or set()) <= each.policies
     assert got.force_rate == (server.force_rate or bounds.get("force_rate"))
     assert server.narrowed() == server
@@ -181,7 +185,8 @@ def test_nobody_gets_in_without_a_key(tmp_path: Path) -> None:
 
 
 def test_a_keys_bounds_and_defaults_of_the_knob(tmp_path: Path) -> None:
-    knob = {"max_rate": 8, "default_rate": 4, "policies": ["kv-compress"], "min_budget": 64}
+    knob = {"max_rate": 8, "default_rate": 4, "policies": ["kv-compress"], "min_budget": 64,
+            "explain": False}  # fmt: skip
     keys = Keys(tmp_path / "keys", a={"knob": knob}, b={})
 
     async def scenario(worker: StubWorker, client: httpx.AsyncClient) -> None:
@@ -204,6 +209,9 @@ def test_a_keys_bounds_and_defaults_of_the_knob(tmp_path: Path) -> None:
         )
         assert await ask("a", kv_compression={"budget": 63}) == "kv_compression.budget"
         assert isinstance(await ask("b", kv_compression={"rate": 64, "policy": "snapkv"}), dict)
+        explained = {"rate": 8, "explain": True}
+        assert await ask("a", kv_compression=explained) == "kv_compression.explain"
+        assert await ask("b", kv_compression=explained) == explained
         assert await ask("b", kv_compression={"rate": 65}) == "kv_compression.rate"
 
     play(scenario, keys=str(keys.path), max_rate=64, default_rate=2)
