@@ -8,8 +8,6 @@ READY := .venv/.ready
 # The tests compare with it. It asks for an older transformers than SGLang's, and works without.
 KVPRESS := kvpress==0.5.5
 CYCLONEDX := 7.5.0
-# SGLang's router; what else it needs comes with SGLang.
-ROUTER := smg==1.13.0
 
 .PHONY: install serve lm cluster demo test lint mutants bench quality eval eval-lm recall lock
 .PHONY: release-check sbom deploy-tools clean
@@ -30,7 +28,6 @@ lm: install  ## the same on SmolLM2-135M-Instruct, which is fetched first
 	$(BIN)/sgl-kvc serve --embedded smollm2 --port $(PORT)
 
 cluster: install  ## gateway, SGLang's router and two workers on the embedded model, port 8000
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps $(ROUTER)
 	$(BIN)/sgl-kvc cluster --port $(PORT)
 
 demo: install  ## one question at rates 1 to 32, in a table
@@ -75,7 +72,8 @@ recall: install  ## train the embedded model again, into build/recall
 	$(BIN)/python -m kvc_recall.train --out build/recall
 
 lock: install  ## write the versions in .venv to requirements.lock, the gateway's apart
-	{ head -2 requirements.lock; $(BIN)/python -m pip freeze --exclude sgl-kvc --exclude kvpress; } > .lock
+	{ head -2 requirements.lock; $(BIN)/python -m pip freeze --all --exclude pip --exclude wheel \
+		--exclude sgl-kvc --exclude kvpress; } > .lock
 	mv .lock requirements.lock
 	$(BIN)/python deploy/lock_gateway.py > .lock
 	mv .lock requirements-gateway.lock

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from kvc_server.launch import Server, gateway, launched
+from kvc_server.launch import gateway, started
 
 from bench.machine import describe
 
@@ -134,9 +134,14 @@ def round_of(clients: list[Client], chunks: int) -> dict[str, Any]:
 
 
 async def measure(
-    streams: int, chunks: int, interval: float, rounds: int, ways: tuple[str, ...] = WAYS
+    streams: int, chunks: int, interval: float, rounds: int, until_ms: float | None = None
 ) -> list[dict[str, Any]]:
-    """By way, of every round: see `round_of`; of the gateway also its CPU time per chunk."""
+    """By way, of every round: see `round_of`; of the gateway also its CPU time per chunk.
+
+    Parameters
+    ----------
+    until_ms : no more rounds once the gateway has added no more than so much in one.
+    """
     loop = asyncio.get_running_loop()
     told = []
     async with await loop.create_server(
@@ -144,33 +149,25 @@ async def measure(
     ) as worker:
         port = worker.sockets[0].getsockname()[1]
         url = f"http://127.0.0.1:{port}"
-        with more_files(), gateway_before(url) as server:
+        with started(gateway("--worker-url", url)) as server, more_files():
             await asyncio.to_thread(server.wait_ready)
             process = psutil.Process(server.process.pid)
             ports = {"straight": port, "gateway": int(server.url.rpartition(":")[2])}
             for number in range(rounds):
                 found: dict[str, Any] = {}
-                for way in ways if number % 2 else reversed(ways):
+                for way in WAYS if number % 2 else reversed(WAYS):
                     before = sum(process.cpu_times()[:2])
                     clients = await stream_all(ports[way], streams, interval)
                     found[way] = round_of(clients, chunks)
                     if way == "gateway":
                         used = sum(process.cpu_times()[:2]) - before
                         found[way]["cpu_us_per_chunk"] = round(1e6 * used / (streams * chunks), 1)
-                if len(ways) == len(WAYS):
-                    medians = [found[way]["median_ms"] for way in ways]
-                    found["added_ms"] = round(medians[1] - medians[0], 3)
+                medians = [found[way]["median_ms"] for way in WAYS]
+                found["added_ms"] = round(medians[1] - medians[0], 3)
                 told.append(found)
+                if until_ms is not None and found["added_ms"] <= until_ms:
+                    break
     return told
-
-
-@contextmanager
-def gateway_before(url: str) -> Iterator[Server]:
-    """A gateway in a process of its own, which may not be ready yet."""
-    from kvc_server.launch import started
-
-    with started(gateway("--worker-url", url, "--log-level", "warning")) as server:
-        yield server
 
 
 @contextmanager

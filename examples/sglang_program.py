@@ -23,7 +23,7 @@ def ask(s, document, questions):
 def main() -> None:
     url = os.environ.get("SGL_KVC_URL", "http://127.0.0.1:8000")
     backend = RuntimeEndpoint(url, api_key=os.environ.get("SGL_KVC_KEY"))
-    with kv_compression(rate=4, force=True):  # forks share blocks: docs/programs.md
+    with kv_compression(rate=4):  # the document once, for both: docs/programs.md
         state = ask.run(
             document="the code for red falcon is tango seven kilo . " + FILLER * 50
             + "the code for blue heron is delta two echo . " + FILLER * 50,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import resource
 import socket
 import sys
 
@@ -20,11 +21,13 @@ from kvc_server.worker import WorkerFailed
 
 log = logging.getLogger(__name__)
 
+_OTHER_FILES = 256
 
 
 def run(options: argparse.Namespace, worker_args: tuple[str, ...]) -> int:
     """Serve; 0 after a stop, 1 when the worker could not be started."""
     settings = settings_of(options, worker_args)
+    _allow_files(settings.limits.max_in_flight)
     listener = _listen(options.host, options.port)
     return asyncio.run(_serve(settings, listener, options))
 
@@ -89,6 +92,20 @@ async def _serve(settings: Settings, listener: socket.socket, options: argparse.
     for failure in failures:
         print(f"sgl-kvc serve: {failure}", file=sys.stderr)
     return 1 if failures else 0
+
+
+def _allow_files(requests: int) -> None:
+    """Raise our limit of open files to what so many requests need, as far as the system lets us."""
+    needed = 2 * requests + _OTHER_FILES  # a connection to the client, one to the worker
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = needed if hard == resource.RLIM_INFINITY else min(needed, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    if most < needed:
+        log.warning(
+            "--max-in-flight %d needs %d open files, and we may have %d (ulimit -n)",
+            requests, needed, most,
+        )  # fmt: skip
 
 
 def _listen(host: str, port: int) -> socket.socket:

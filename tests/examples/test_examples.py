@@ -12,8 +12,6 @@ import pytest
 from tests.gateways import Gateway
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-#: What an example needs beyond the tests' own libraries: the extra `sgl-kvc[examples]`.
-NEEDS = {"langchain_chat.py": "langchain_openai"}
 CODE = "tango seven kilo"
 
 
@@ -28,10 +26,10 @@ def run(name: str, **env: str) -> str:
     return done.stdout
 
 
-@pytest.mark.parametrize("name", ["openai_client.py", "langchain_chat.py", "curl.sh"])
+@pytest.mark.parametrize(
+    "name", ["openai_client.py", "langchain_chat.py", "llamaindex_chat.py", "curl.sh"]
+)
 def test_a_client_is_answered_and_told_what_was_kept(gateway: Gateway, name: str) -> None:
-    if name in NEEDS:
-        pytest.importorskip(NEEDS[name], reason="the extra sgl-kvc[examples] is not installed")
     printed = run(name, SGL_KVC_URL=gateway.url).replace('"', "'").replace("|", "")
     ways = 1 if name == "curl.sh" else 2  # whole, and streamed
     assert " ".join(printed.split()).count(CODE) == ways
@@ -53,6 +51,6 @@ def test_an_engine_without_a_server() -> None:
 
 def test_every_example_is_run() -> None:
     assert {path.name for path in EXAMPLES.iterdir()} == {
-        "openai_client.py", "langchain_chat.py", "curl.sh", "sglang_program.py",
-        "offline_engine.py",
+        "openai_client.py", "langchain_chat.py", "llamaindex_chat.py", "curl.sh",
+        "sglang_program.py", "offline_engine.py",
     }  # fmt: skip

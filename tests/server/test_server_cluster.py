@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 import json
 from collections.abc import Iterator
 from typing import Any
@@ -12,12 +11,6 @@ import httpx
 import psutil
 import pytest
 from kvc_server import launch
-from kvc_server.cluster import ROUTERS
-
-ROUTER = next((name for name in ROUTERS if importlib.util.find_spec(name) is not None), None)
-pytestmark = pytest.mark.skipif(
-    ROUTER is None, reason="SGLang's router is not installed: pip install smg"
-)
 
 WORDS = "the old river waits near the quiet village . " * 40
 KNOB = {"rate": 8}

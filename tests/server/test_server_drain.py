@@ -15,6 +15,7 @@ from kvc_server.launch import child_options, gateway, reserved_port
 from tests.server.stub_worker import DROP, HANG, PATIENCE, StubWorker
 
 CHAT = "/v1/chat/completions"
+STREAMS = 64
 
 
 @contextlib.asynccontextmanager
@@ -51,14 +52,25 @@ async def ask(client: httpx.AsyncClient, body: dict) -> httpx.Response:
     return await client.post(CHAT, json=body)
 
 
+async def read(client: httpx.AsyncClient, begun: list[bytes]) -> bytes:
+    """A whole stream, whose parts are put into `begun` as they come."""
+    got = b""
+    async with client.stream("POST", CHAT, json={"stream": True}) as answer:
+        async for part in answer.aiter_raw():
+            begun.append(part)
+            got += part
+    return got
+
+
 def test_what_is_in_flight_is_served_to_its_end_and_nothing_new() -> None:
     async def scenario() -> None:
         worker = StubWorker()
         asked = asyncio.Event()
         worker.streams(b"data: 1\n\n", asked, b"data: [DONE]\n\n")
         async with started(worker) as (process, client):
-            stream = asyncio.create_task(ask(client, {"stream": True}))
-            while not worker.head:
+            begun: list[bytes] = []
+            streams = [asyncio.create_task(read(client, begun)) for _ in range(STREAMS)]
+            while len(begun) < STREAMS:
                 await asyncio.sleep(0.01)
             process.send_signal(signal.SIGTERM)
             while await answers(client, "/readiness"):
@@ -69,9 +81,10 @@ def test_what_is_in_flight_is_served_to_its_end_and_nothing_new() -> None:
             assert refused.status_code == 503
             assert refused.json()["error"]["code"] == "shutting_down"
             assert int(refused.headers["retry-after"]) > 0
-            assert not stream.done()
+            assert not any(stream.done() for stream in streams)
             asked.set()
-            assert (await stream).content == b"data: 1\n\ndata: [DONE]\n\n"
+            whole = b"data: 1\n\ndata: [DONE]\n\n"
+            assert set(await asyncio.gather(*streams)) == {whole}
             assert await asyncio.wait_for(process.wait(), PATIENCE) == 0
 
     asyncio.run(asyncio.wait_for(scenario(), 2 * PATIENCE))
