@@ -153,7 +153,7 @@ class RuntimeEndpoint(runtime_endpoint.RuntimeEndpoint):
         return self.kvc_knob if knob is None else knob
 
     def _read_behind(self, before: str, texts: Sequence[str], knob: Knob) -> list[Knob]:
-        """For each text the knob by which its beginning, `before`, is compressed and the rest not."""
+        """For each text the knob by which `before`, its beginning, is compressed, and no more."""
         first, *whole = self._count([before, *texts])
         compressed = first - _SEAM - (knob.get("question_tokens") or 0)
         return [{**knob, "question_tokens": tokens - compressed} for tokens in whole]
