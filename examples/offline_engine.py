@@ -17,6 +17,17 @@ def ask(s, question):
     s += gen("answer", max_tokens=8, temperature=0)
 
 
+@sgl.function
+def ask_twice(s, questions):
+    s += DOCUMENT
+    branches = s.fork(len(questions))  # the document is compressed once, for all of them
+    for branch, question in zip(branches.states, questions, strict=True):
+        branch += question
+        branch += gen("answer", max_tokens=8, temperature=0)
+    s["reports"] = [each.get_meta_info("answer")["kv_compression"] for each in branches.states]
+    branches.join()
+
+
 def main() -> None:
     engine = sgl.Engine(
         model_path=str(model_path()), attention_backend="kvc", max_total_tokens=16384
@@ -31,6 +42,8 @@ def main() -> None:
             print(state["answer"], state.get_meta_info("answer")["kv_compression"])
         state = ask.run(question=QUESTION, backend=backend, stream=True)
         print(*state.text_iter("answer"), sep="|")
+        state = ask_twice.run(questions=[QUESTION, "and " + QUESTION], backend=backend)
+        print(*state["answer"], *state["reports"])
     engine.shutdown()
 
 
