@@ -19,6 +19,7 @@ from starlette.types import Scope
 from kvc_server import routes, tracing
 from kvc_server.admission import Admission
 from kvc_server.authentication import TENANT, AuthenticationMiddleware
+from kvc_server.connections import OneEach
 from kvc_server.demand import Ask
 from kvc_server.documents import Documents
 from kvc_server.errors import HANDLERS, ApiError, from_worker
@@ -207,16 +208,12 @@ def _add_options(app: FastAPI, path: str, allowed: str) -> None:
 
 
 def _client(settings: Settings) -> httpx.AsyncClient:
-    """One client for all requests, with no cap on connections.
-
-    Every request has a connection of its own: a kept one may be closing at the worker's end just
-    when the next request is written, and a generation cannot be sent again without harm.
-    """
+    """One client for all requests, with no cap on connections."""
     return httpx.AsyncClient(
         timeout=httpx.Timeout(
             connect=settings.connect_timeout, read=settings.read_timeout, write=60.0, pool=None
         ),
-        limits=httpx.Limits(max_connections=None, max_keepalive_connections=0),
+        transport=OneEach(),
         trust_env=False,
     )
 

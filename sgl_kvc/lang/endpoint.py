@@ -176,18 +176,16 @@ class RuntimeEndpoint(runtime_endpoint.RuntimeEndpoint):
     def _generate_http_request(self, s: Any, data: dict[str, Any]) -> Any:
         """What `select` sends: the prompt alone, then with each of the choices behind it."""
         knob, texts = self._in_force(), data.get("text")
-        compressed = isinstance(texts, list) and knob is not None and knob != OFF
-        if compressed:
-            shared = _shared(s, knob)
-            knobs = self._read_behind(s.text_ if shared is None else shared, texts, knob)
-            sampling = data["sampling_params"] | {"max_new_tokens": 1}  # the report comes with it
-            data = data | {"sampling_params": [_with_knob(sampling, each) for each in knobs]}
         self._add_images(s, data)
-        answer = self._post(data)
-        if compressed:
-            for each in answer:
-                _check_arrived(each, knob)
-            s.kvc_reports = [each[CUSTOM_PARAM] for each in answer]
+        if knob is None or knob == OFF or not isinstance(texts, list):
+            return self._post(data)
+        shared = _shared(s, knob)
+        knobs = self._read_behind(s.text_ if shared is None else shared, texts, knob)
+        sampling = data["sampling_params"] | {"max_new_tokens": 1}  # the report comes with it
+        answer = self._post(data | {"sampling_params": [_with_knob(sampling, k) for k in knobs]})
+        for each in answer:
+            _check_arrived(each, knob)
+        s.kvc_reports = [each[CUSTOM_PARAM] for each in answer]
         return answer
 
 

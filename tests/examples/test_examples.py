@@ -45,7 +45,7 @@ def test_a_program_forks_and_is_told_what_each_branch_kept(gateway: Gateway) -> 
 
 def test_an_engine_without_a_server() -> None:
     printed = run("offline_engine.py").replace("|", "")
-    assert " ".join(printed.split()).count(CODE) == 7  # by itself, three of a batch, a stream, a fork
+    assert " ".join(printed.split()).count(CODE) == 7  # alone, a batch, a stream, a fork
     assert printed.count("'rate': 8.0") == 6
     assert printed.count("'policy': 'virtual-repeat'") == 2  # what the branches share
 
