@@ -7,7 +7,8 @@ through a gateway that is a process of its own, turn about. Every chunk carries 
 was sent, and every client notes when it came. Compare the two ways of one round: what both have
 (clients and worker share one event loop) falls out of the difference. Told are medians over the
 chunks that were sent while all streams ran, the median time to a stream's first chunk, the
-gateway's CPU time per chunk (with that of the streams' beginnings), and how many came whole.
+gateway's CPU time per chunk (with that of the streams' beginnings), and how many came whole;
+and how long per chunk the gateway was ready to run while others had the cores (Linux tells).
 """
 
 from __future__ import annotations
@@ -173,18 +174,29 @@ async def measure(
             for number in range(rounds):
                 found: dict[str, Any] = {}
                 for way in WAYS if number % 2 else reversed(WAYS):
-                    before = sum(process.cpu_times()[:2])
+                    before, waited = sum(process.cpu_times()[:2]), waited_s(process.pid)
                     clients = await stream_all(ports[way], streams)
                     found[way] = round_of(clients, chunks)
                     if way == "gateway":
                         used = sum(process.cpu_times()[:2]) - before
-                        found[way]["cpu_us_per_chunk"] = round(1e6 * used / (streams * chunks), 1)
+                        waited = waited_s(process.pid) - waited
+                        for name, seconds in (("cpu", used), ("wait", waited)):
+                            per_chunk = 1e6 * seconds / (streams * chunks)
+                            found[way][f"{name}_us_per_chunk"] = round(per_chunk, 1)
                 medians = [found[way]["median_ms"] for way in WAYS]
                 found["added_ms"] = round(medians[1] - medians[0], 3)
                 told.append(found)
                 if until_ms is not None and found["added_ms"] <= until_ms:
                     break
     return told
+
+
+def waited_s(pid: int) -> float:
+    """Seconds for which a process could have run, and others had the cores; 0 if nobody tells."""
+    try:
+        return int(Path(f"/proc/{pid}/schedstat").read_text().split()[1]) / 1e9
+    except OSError:
+        return 0.0
 
 
 @contextmanager

@@ -7,7 +7,7 @@ import resource
 
 from bench.gateway import measure
 
-STREAMS, ROUNDS = 500, 4
+STREAMS, ROUNDS = 500, 6
 
 
 def test_five_hundred_streams_lose_nothing_and_wait_for_little() -> None:
