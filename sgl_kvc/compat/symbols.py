@@ -220,7 +220,7 @@ FRONTEND = (
     Uses("sglang.lang.choices", "ChoicesDecision ChoicesSamplingMethod", "choices are reported"),
     Uses("sglang.lang.choices.ChoicesDecision", "meta_info", "choices are reported"),
     Uses("sglang.lang.interpreter.StreamExecutor",
-         "submit(expr) fork(size,position_ids_offset) _execute(other) backend",
+         "submit(expr) fork(size,position_ids_offset) _execute(other) backend text_",
          "our executor of programs is a subclass"),
     Uses("sglang.lang.ir", "SglExpr SglGen SglSelect", "expressions get a knob"),
     Uses("sglang.lang.ir.SglExprList", "__init__(expr_list) expr_list", "expressions get a knob"),
