@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -28,6 +31,17 @@ def tool(name: str) -> str | None:
     """A program that `make deploy-tools` fetched, else one on PATH."""
     ours = TOOLS / "bin" / name
     return str(ours) if os.access(ours, os.X_OK) else shutil.which(name)
+
+
+def tools_module(name: str) -> ModuleType:
+    """A module that `make deploy-tools` fetched; skips the test without."""
+    if not (TOOLS / "python" / name).is_dir():
+        pytest.skip(f"no {name}: make deploy-tools")
+    sys.path.append(str(TOOLS / "python"))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(TOOLS / "python"))
 
 
 HELM = tool("helm")

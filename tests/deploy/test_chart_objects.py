@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -15,7 +12,6 @@ from tests.deploy.charts import (
     CHART,
     NAMESPACE,
     ROOT,
-    TOOLS,
     WORKLOADS,
     Manifest,
     all_pods,
@@ -29,6 +25,7 @@ from tests.deploy.charts import (
     pods,
     rendered,
     selected,
+    tools_module,
 )
 
 pytestmark = needs_helm
@@ -59,7 +56,7 @@ def test_the_cases_have_every_kind() -> None:
 
 
 def test_kubernetes_knows_them(manifests: tuple[Manifest, ...]) -> None:
-    validate = kubernetes_validate()
+    validate = tools_module("kubernetes_validate").validate
     for each in manifests:
         assert each["metadata"]["labels"]["app.kubernetes.io/instance"]
         if each["kind"] in CUSTOM:
@@ -71,17 +68,6 @@ def test_kubernetes_knows_them(manifests: tuple[Manifest, ...]) -> None:
                 body = {"apiVersion": "v1", "kind": "Pod", **pod}
                 body["metadata"] = {"name": f"pod-{index}", **pod["metadata"]}
                 validate(body, KUBERNETES, strict=True)
-
-
-def kubernetes_validate() -> Callable[..., Any]:
-    if not (TOOLS / "python").is_dir():
-        pytest.skip("no kubernetes-validate: make deploy-tools")
-    sys.path.append(str(TOOLS / "python"))
-    try:
-        import kubernetes_validate as found
-    finally:
-        sys.path.remove(str(TOOLS / "python"))
-    return found.validate
 
 
 def test_names_are_their_own(manifests: tuple[Manifest, ...]) -> None:
