@@ -22,6 +22,7 @@ TOOLS = ROOT / "build" / "tools"
 NAMESPACE, RELEASE = "llm", "kvc"
 #: Every way the chart is rendered: with its own values, and with every file of values/.
 CASES = ("", *sorted(path.name for path in (CHART / "values").glob("*.yaml")))
+PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 WORKLOADS = ("Deployment", "StatefulSet", "LeaderWorkerSet")
 
 Manifest = dict[str, Any]
@@ -123,3 +124,14 @@ def argument(arguments: list[str], name: str) -> str:
     """The value of ``--name=value``."""
     (found,) = [each for each in arguments if each.startswith(f"--{name}=")]
     return found.partition("=")[2]
+
+
+def paths(part: str) -> set[str]:
+    """What a component's probes ask for, in any case."""
+    return {
+        container(pod)[probe]["httpGet"]["path"]
+        for case in CASES
+        for which, pod in all_pods(rendered(case))
+        for probe in PROBES
+        if which == part and probe in container(pod)
+    }

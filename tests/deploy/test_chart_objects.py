@@ -11,6 +11,7 @@ from tests.deploy.charts import (
     CASES,
     CHART,
     NAMESPACE,
+    PROBES,
     ROOT,
     WORKLOADS,
     Manifest,
@@ -108,7 +109,7 @@ def test_every_port_leads_to_a_container(manifests: tuple[Manifest, ...]) -> Non
         only = container(pod)
         ports = {port["name"]: port["containerPort"] for port in only["ports"]}
         assert int(argument(only["args"], "port")) == ports["http"]
-        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        for probe in PROBES:
             assert probe not in only or only[probe]["httpGet"]["port"] in ports
 
 

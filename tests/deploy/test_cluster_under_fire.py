@@ -25,6 +25,8 @@ import pytest
 from kvc_server import launch
 from kvc_server.cluster import ROUTERS
 
+from tests.deploy.charts import needs_helm, paths
+
 pytestmark = pytest.mark.skipif(
     not any(importlib.util.find_spec(name) for name in ROUTERS),
     reason="SGLang's router is not installed: pip install smg",
@@ -61,6 +63,15 @@ def cluster() -> Iterator[launch.Server]:
     program = launch.Program(python, pool, ready="/readiness", stop_s=30)
     with launch.launched(program, within_s=600) as running:
         yield running
+
+
+@needs_helm
+def test_a_router_answers_its_probes(cluster: launch.Server) -> None:
+    url, _ = parts(cluster)
+    asked = paths("router")
+    assert asked == {"/liveness", "/readiness"}
+    for path in asked:
+        assert httpx.get(f"{url}{path}").status_code == 200
 
 
 def test_of_requests_that_had_not_begun_to_stream_none_is_lost(cluster: launch.Server) -> None:
@@ -116,9 +127,7 @@ async def ask(client: httpx.AsyncClient, number: int) -> Outcome:
 
 async def operate(cluster: launch.Server, story: Story, stack: contextlib.AsyncExitStack) -> None:
     """Kill a worker, and drain and replace another one."""
-    family = psutil.Process(cluster.process.pid).children(recursive=True)
-    (router,) = [each for each in family if "launch_router" in " ".join(each.cmdline())]
-    workers = [each for each in family if "sglang.launch_server" in each.cmdline()]
+    router, workers = parts(cluster)
     assert len(workers) == 3
     async with httpx.AsyncClient(timeout=30, trust_env=False) as client:
         await until(lambda: answered(story, 20))
@@ -129,7 +138,7 @@ async def operate(cluster: launch.Server, story: Story, stack: contextlib.AsyncE
         await until(lambda: answered(story, 60))
         drained = await busiest(client, workers)
         command, env, url = drained.cmdline(), drained.environ(), url_of(drained)
-        await listed(client, url_of(router), url, wanted=False)
+        await listed(client, router, url, wanted=False)
         drained.terminate()
         await until(lambda: ended(drained))
         replacement = subprocess.Popen(
@@ -139,9 +148,22 @@ async def operate(cluster: launch.Server, story: Story, stack: contextlib.AsyncE
         stack.callback(replacement.wait)
         stack.callback(launch.kill_group, replacement.pid)
         await until(lambda: serves(client, url))
-        await listed(client, url_of(router), url, wanted=True)
+        await listed(client, router, url, wanted=True)
         await until(lambda: has_answered(client, url))
         story.replaced = True
+
+
+def parts(cluster: launch.Server) -> tuple[str, list[psutil.Process]]:
+    """The router's URL, which its command line does not tell, and the workers."""
+    children = psutil.Process(cluster.process.pid).children()
+    workers = [each for each in children if "sglang.launch_server" in each.cmdline()]
+    for child in children:
+        for socket in child.net_connections("tcp") if child not in workers else ():
+            url = f"http://127.0.0.1:{socket.laddr.port}"
+            with contextlib.suppress(httpx.HTTPError):
+                if socket.status == psutil.CONN_LISTEN and httpx.get(f"{url}/workers").is_success:
+                    return url, workers
+    raise AssertionError("no router")
 
 
 def url_of(process: psutil.Process) -> str:
