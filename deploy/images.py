@@ -27,6 +27,7 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 COMPOSE = yaml.safe_load((ROOT / "deploy" / "compose.yaml").read_text())["services"]
+LOGS = ROOT / "build" / "images"
 TARGETS = ("gateway", "cpu", "cuda")
 #: The gateway's image on the base that it is meant for, python:3.11-slim-bookworm.
 MOST_MB = 200
@@ -93,11 +94,12 @@ def main() -> int:
     return 0
 
 
-def buildah(*arguments: str) -> str:
-    """What buildah says. Raises CalledProcessError."""
+def buildah(*arguments: str, log: Path | None = None) -> str:
+    """What buildah says, unless that goes to `log`. Raises CalledProcessError."""
     env = {"BUILDAH_ISOLATION": "chroot"} | os.environ
-    command = ["buildah", *arguments]
-    return subprocess.run(command, check=True, env=env, stdout=subprocess.PIPE, text=True).stdout
+    with contextlib.nullcontext(subprocess.PIPE) if log is None else log.open("w") as out:
+        done = subprocess.run(["buildah", *arguments], check=True, env=env, stdout=out, text=True)
+    return done.stdout
 
 
 def base_image(base: str) -> str:
@@ -114,13 +116,14 @@ def base_image(base: str) -> str:
 
 def build(target: str, base: str, pip_args: str) -> None:
     """A target of the Dockerfile. Docker's format: OCI's has no health check."""
-    begin = time.monotonic()
+    begin, log = time.monotonic(), LOGS / f"{target}.log"
+    LOGS.mkdir(parents=True, exist_ok=True)
     buildah(
-        "bud", "--quiet", "--layers", "--format", "docker", "--target", target,
+        "bud", "--layers", "--format", "docker", "--target", target,
         "--build-arg", f"PYTHON_IMAGE={base}", "--build-arg", f"PIP_ARGS={pip_args}",
-        "--tag", f"sgl-kvc-{target}", str(ROOT),
+        "--tag", f"sgl-kvc-{target}", str(ROOT), log=log,
     )  # fmt: skip
-    print(f"sgl-kvc-{target}: built in {time.monotonic() - begin:.0f} s", flush=True)
+    print(f"sgl-kvc-{target}: built in {time.monotonic() - begin:.0f} s, {log}", flush=True)
 
 
 def megabytes(image: str) -> float:
