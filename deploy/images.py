@@ -40,6 +40,7 @@ mount --bind "$0" "$0"
 mount -o remount,bind,ro "$0"
 mount --rbind /dev "$0/dev"
 mount -t proc proc "$0/proc"
+mount --rbind /sys "$0/sys"
 for folder in $FOLDERS; do mount -t tmpfs -o mode=1777 tmpfs "$0$folder"; done
 mount --bind /etc/resolv.conf "$0/etc/resolv.conf"
 printf '127.0.0.1 localhost worker\n' > "$0/tmp/hosts"
