@@ -32,6 +32,7 @@ TARGETS = ("gateway", "cpu", "cuda")
 #: The gateway's image on the base that it is meant for, python:3.11-slim-bookworm.
 MOST_MB = 200
 USER = "10001"
+WORKER_FOLDERS = ("/tmp", "/home/kvc", "/models", "/dev/shm")
 KEY = secrets.token_urlsafe(32)  # between gateway and worker
 #: Nothing of the image's file system can be written, and nobody may become root again.
 CONTAINER = """
@@ -89,6 +90,8 @@ def main() -> int:
                 raise Wrong(f"the gateway's image has more than {MOST_MB} MB")
         if {"gateway", "cpu"} <= set(options.targets):
             serve()
+        if "cuda" in options.targets:
+            look_into_cuda()
     except (Wrong, subprocess.CalledProcessError) as error:
         print(f"images: {error}", file=sys.stderr)
         return 1
@@ -136,7 +139,7 @@ def megabytes(image: str) -> float:
 
 def serve() -> None:
     """Run the CPU's image by itself, then worker and gateway of compose.yaml. Raises Wrong."""
-    with container("cpu", "/tmp", "/home/kvc", "/models", "/dev/shm") as cpu:
+    with container("cpu", *WORKER_FOLDERS) as cpu:
         command = [*cpu.config["Entrypoint"], *cpu.config["Cmd"]]
         with cpu.running(command, cpu.config["Healthcheck"]["Test"]):
             cpu.call(["python", "-c", PROGRAM])
@@ -147,6 +150,14 @@ def serve() -> None:
                 command = [*gateway.config["Entrypoint"], *front["command"]]
                 with gateway.running(command, gateway.config["Healthcheck"]["Test"]):
                     cpu.call(["python", "-c", PROGRAM])
+
+
+def look_into_cuda() -> None:
+    """What can be asked without a GPU: the plugin and CUDA's compiler are there. Raises Wrong."""
+    with container("cuda", *WORKER_FOLDERS) as cuda:
+        cuda.call(
+            ["sh", "-c", '"$CUDA_HOME"/bin/nvcc --version && python -c "import sgl_kvc.plugin"']
+        )
 
 
 class Container:
