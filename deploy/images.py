@@ -5,7 +5,7 @@
 
 The gateway's image and the CPU's run as compose.yaml has it: on a read-only root file system, as
 the images' user, without capabilities, with the commands and health checks of both. Then OpenAI's
-client, inside the CPU's image, asks the gateway. Needs 30 GB of disk and the ports 8000 and 30000.
+client, inside the CPU's image, asks the gateway. Needs 40 GB of disk and the ports 8000 and 30000.
 """
 
 from __future__ import annotations
