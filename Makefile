@@ -8,9 +8,11 @@ READY := .venv/.ready
 # The tests compare with it. It asks for an older transformers than SGLang's, and works without.
 KVPRESS := kvpress==0.5.5
 CYCLONEDX := 7.5.0
+# What images are built on; a folder with a Debian will do where there is no registry.
+BASE ?= docker.io/library/python:3.11-slim-bookworm
 
 .PHONY: install serve lm cluster demo test lint mutants bench quality eval eval-lm recall lock
-.PHONY: release-check sbom deploy-tools clean
+.PHONY: release-check sbom images deploy-tools clean
 
 install: $(READY)  ## set-up only
 
@@ -85,6 +87,9 @@ sbom: install  ## what is installed, with versions and licenses, as CycloneDX: b
 	test -x build/sbom/bin/cyclonedx-py || { $(PYTHON) -m venv build/sbom && \
 		build/sbom/bin/python -m pip install --quiet cyclonedx-bom==$(CYCLONEDX); }
 	build/sbom/bin/cyclonedx-py environment --output-reproducible -o build/sbom.json $(BIN)/python
+
+images: install  ## every image, by buildah as root, and what compose runs
+	$(BIN)/python deploy/images.py --base $(BASE)
 
 deploy-tools:  ## helm, and what else the tests of deploy/ use and skip without: build/tools
 	deploy/tools.sh

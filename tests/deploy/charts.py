@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import os
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -19,6 +22,7 @@ TOOLS = ROOT / "build" / "tools"
 NAMESPACE, RELEASE = "llm", "kvc"
 #: Every way the chart is rendered: with its own values, and with every file of values/.
 CASES = ("", *sorted(path.name for path in (CHART / "values").glob("*.yaml")))
+PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
 WORKLOADS = ("Deployment", "StatefulSet", "LeaderWorkerSet")
 
 Manifest = dict[str, Any]
@@ -28,6 +32,17 @@ def tool(name: str) -> str | None:
     """A program that `make deploy-tools` fetched, else one on PATH."""
     ours = TOOLS / "bin" / name
     return str(ours) if os.access(ours, os.X_OK) else shutil.which(name)
+
+
+def tools_module(name: str) -> ModuleType:
+    """A module that `make deploy-tools` fetched; skips the test without."""
+    if not (TOOLS / "python" / name).is_dir():
+        pytest.skip(f"no {name}: make deploy-tools")
+    sys.path.append(str(TOOLS / "python"))
+    try:
+        return importlib.import_module(name)
+    finally:
+        sys.path.remove(str(TOOLS / "python"))
 
 
 HELM = tool("helm")
@@ -109,3 +124,14 @@ def argument(arguments: list[str], name: str) -> str:
     """The value of ``--name=value``."""
     (found,) = [each for each in arguments if each.startswith(f"--{name}=")]
     return found.partition("=")[2]
+
+
+def paths(part: str) -> set[str]:
+    """What a component's probes ask for, in any case."""
+    return {
+        container(pod)[probe]["httpGet"]["path"]
+        for case in CASES
+        for which, pod in all_pods(rendered(case))
+        for probe in PROBES
+        if which == part and probe in container(pod)
+    }

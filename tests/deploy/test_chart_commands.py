@@ -8,6 +8,7 @@ import json
 import httpx
 import pytest
 from kvc_server.cli import build_parser
+from kvc_server.cluster import ROUTERS
 from kvc_server.serve import settings_of
 
 from tests.deploy.charts import (
@@ -17,24 +18,13 @@ from tests.deploy.charts import (
     argument,
     container,
     needs_helm,
+    paths,
     rendered,
 )
 from tests.gateways import Gateway
 from tests.server.stub_worker import StubWorker, play
 
 pytestmark = needs_helm
-PROBES = ("startupProbe", "readinessProbe", "livenessProbe")
-
-
-def paths(part: str) -> set[str]:
-    """What a component's probes ask for, in any case."""
-    return {
-        container(pod)[probe]["httpGet"]["path"]
-        for case in CASES
-        for which, pod in all_pods(rendered(case))
-        for probe in PROBES
-        if which == part and probe in container(pod)
-    }
 
 
 def test_gateways_take_their_arguments(manifests: tuple[Manifest, ...]) -> None:
@@ -93,6 +83,18 @@ def test_sglang_takes_the_workers_arguments() -> None:
             assert told.nnodes == (2 if "multi-node" in case else 1)
             seen += 1
     assert seen > len(CASES)
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_routers_take_their_arguments(name: str) -> None:
+    router = pytest.importorskip(ROUTERS[name])
+    ((_, pod),) = [each for each in all_pods(rendered("router.yaml")) if each[0] == "router"]
+    told = router.parse_router_args(container(pod)["args"])
+    ports = {port["name"]: port["containerPort"] for port in container(pod)["ports"]}
+    assert (told.port, told.prometheus_port) == (ports["http"], ports["metrics"])
+    assert (told.service_discovery, told.service_discovery_namespace) == (True, "llm")
+    assert told.selector["app.kubernetes.io/component"] == "worker"
+    assert told.api_key == "$(SGL_KVC_API_KEY)"
 
 
 def test_a_gateway_answers_its_probes() -> None:

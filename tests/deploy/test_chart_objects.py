@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Callable
-from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -14,8 +11,8 @@ from tests.deploy.charts import (
     CASES,
     CHART,
     NAMESPACE,
+    PROBES,
     ROOT,
-    TOOLS,
     WORKLOADS,
     Manifest,
     all_pods,
@@ -29,6 +26,7 @@ from tests.deploy.charts import (
     pods,
     rendered,
     selected,
+    tools_module,
 )
 
 pytestmark = needs_helm
@@ -59,7 +57,7 @@ def test_the_cases_have_every_kind() -> None:
 
 
 def test_kubernetes_knows_them(manifests: tuple[Manifest, ...]) -> None:
-    validate = kubernetes_validate()
+    validate = tools_module("kubernetes_validate").validate
     for each in manifests:
         assert each["metadata"]["labels"]["app.kubernetes.io/instance"]
         if each["kind"] in CUSTOM:
@@ -71,17 +69,6 @@ def test_kubernetes_knows_them(manifests: tuple[Manifest, ...]) -> None:
                 body = {"apiVersion": "v1", "kind": "Pod", **pod}
                 body["metadata"] = {"name": f"pod-{index}", **pod["metadata"]}
                 validate(body, KUBERNETES, strict=True)
-
-
-def kubernetes_validate() -> Callable[..., Any]:
-    if not (TOOLS / "python").is_dir():
-        pytest.skip("no kubernetes-validate: make deploy-tools")
-    sys.path.append(str(TOOLS / "python"))
-    try:
-        import kubernetes_validate as found
-    finally:
-        sys.path.remove(str(TOOLS / "python"))
-    return found.validate
 
 
 def test_names_are_their_own(manifests: tuple[Manifest, ...]) -> None:
@@ -122,7 +109,7 @@ def test_every_port_leads_to_a_container(manifests: tuple[Manifest, ...]) -> Non
         only = container(pod)
         ports = {port["name"]: port["containerPort"] for port in only["ports"]}
         assert int(argument(only["args"], "port")) == ports["http"]
-        for probe in ("startupProbe", "readinessProbe", "livenessProbe"):
+        for probe in PROBES:
             assert probe not in only or only[probe]["httpGet"]["port"] in ports
 
 

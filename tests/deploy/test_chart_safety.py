@@ -5,7 +5,15 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tests.deploy.charts import Manifest, all_pods, argument, container, needs_helm, of_kind
+from tests.deploy.charts import (
+    PROBES,
+    Manifest,
+    all_pods,
+    argument,
+    container,
+    needs_helm,
+    of_kind,
+)
 
 pytestmark = needs_helm
 SECRET = re.compile(r"(?i)token|secret|passw|api_?key|credential")
@@ -81,8 +89,7 @@ def test_health_that_takes_a_second_has_the_time(manifests: tuple[Manifest, ...]
     """SGLang's /health waits a second before it looks, and Kubernetes' default is one second."""
     for part, pod in all_pods(manifests):
         only = container(pod)
-        probes = [only[name] for name in ("startupProbe", "readinessProbe", "livenessProbe")
-                  if name in only]  # fmt: skip
+        probes = [only[name] for name in PROBES if name in only]
         follower = pod["metadata"]["labels"].get("sgl-kvc/role") == "follower"
         assert len(probes) == (0 if follower else 3)
         if part == "worker" and probes:

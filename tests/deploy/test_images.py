@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 import subprocess
@@ -14,7 +15,7 @@ from kvc_server.cli import build_parser
 from kvc_server.serve import settings_of
 from packaging.utils import canonicalize_name
 
-from tests.deploy.charts import ROOT, tool
+from tests.deploy.charts import ROOT, tool, tools_module
 
 DOCKERFILE = (ROOT / "Dockerfile").read_text().replace("\\\n", " ")
 TARGETS = dict(re.findall(r"^FROM \S+ AS (\S+)()$", DOCKERFILE, re.M))
@@ -151,6 +152,17 @@ def test_compose_gives_nobody_more_than_needed() -> None:
         assert set(service["networks"]) <= set(COMPOSE["compose.yaml"]["networks"])
         assert name != "worker" or "ports" not in service
     assert COMPOSE["compose.yaml"]["networks"]["back"] == {"internal": True}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_compose_files_are_as_their_specification_says(name: str) -> None:
+    parse = tools_module("compose_spec").PyCompose.from_json
+    told = re.sub(r"\$\{\w+:-(.*?)\}", r"\1", json.dumps(COMPOSE[name]))
+    assert set(parse(told).service_names()) == set(COMPOSE[name]["services"])
+    for right, wrong in (('"image"', '"imagine"'), ('"1800s"', '"1800"'), ('"300s"', '"300"')):
+        if right in told:
+            with pytest.raises(ValueError, match=r"imagine|duration"):
+                parse(told.replace(right, wrong))
 
 
 @pytest.mark.skipif(tool("hadolint") is None, reason="no hadolint: make deploy-tools")
