@@ -59,9 +59,9 @@ PLATFORM = (
          "the CPU platform is out of SGLang's tree"),
     Uses(
         "sglang.srt.platforms.interface.SRTPlatform",
-        "apply_server_args_defaults(server_args) get_default_attention_backend "
-        "get_mha_kv_pool_cls get_paged_allocator_cls get_torch_profiler_activity "
-        "get_torch_profiler_activity_str",
+        "apply_server_args_defaults(server_args) get_compile_backend "
+        "get_default_attention_backend get_mha_kv_pool_cls get_paged_allocator_cls "
+        "get_torch_profiler_activity get_torch_profiler_activity_str",
         "the CPU platform is a subclass",
     ),
 )
