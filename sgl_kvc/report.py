@@ -88,6 +88,22 @@ class KeptByHead:
 
 
 @dataclasses.dataclass
+class BoundedPrefill:
+    """What a prompt held that was compressed while it came in.
+
+    Attributes
+    ----------
+    block : tokens after which it was.
+    compressed : times that it was, the last time included.
+    blocks_peak : the most blocks that it held, besides those that others read too.
+    """
+
+    block: int
+    compressed: int = 0
+    blocks_peak: int = 0
+
+
+@dataclasses.dataclass
 class Report:
     """One request's report. Blocks are those of the prompt.
 
@@ -103,6 +119,7 @@ class Report:
     begun : tokens of the compressed turn that the request began with; None if it began with none.
     kept_per_head_peak : the most KVs a head held on average meanwhile.
     explain : which KVs every head kept, if that was asked for.
+    bounded : of a prompt that was compressed while it came in; else None.
     on_pressure : the rate at which it is compressed if memory is short; None where that was not
         asked for.
     """
@@ -122,6 +139,7 @@ class Report:
     explain: KeptByHead | None = None
     begun: int | None = None
     on_pressure: float | None = None
+    bounded: BoundedPrefill | None = None
 
     @classmethod
     def uncompressed(
@@ -159,6 +177,8 @@ class Report:
             found["begun_with"] = self.begun
         if self.on_pressure is not None:
             found["on_pressure"] = self.on_pressure
+        if self.bounded is not None:
+            found["prefill"] = dataclasses.asdict(self.bounded)
         if self.recompressed is not None:
             found["decode"] = {
                 "recompressed": self.recompressed,

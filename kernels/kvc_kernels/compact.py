@@ -44,7 +44,12 @@ def compact(
 
 
 def move(
-    arena: torch.Tensor, page: torch.Tensor, offset: torch.Tensor, target_blocks: torch.Tensor
+    arena: torch.Tensor,
+    page: torch.Tensor,
+    offset: torch.Tensor,
+    target_blocks: torch.Tensor,
+    *,
+    in_place: bool = False,
 ) -> None:
     """Fill `target_blocks` of `arena` with single KVs, in the order of the blocks' memory.
 
@@ -54,8 +59,9 @@ def move(
     page, offset : int64 [len(target_blocks) * L * H * P], the head page (in the flat view
         [num_blocks * L * H, P, ...]) and the offset in it that each KV is taken from.
     target_blocks : int64 [n], not among the sources.
+    in_place : they may be. Then all that is moved lies outside the arena for a moment.
     """
-    if use_triton(arena):
+    if use_triton(arena) and not in_place:
         from kvc_kernels.gpu import compact as gpu
 
         gpu.move(arena, page, offset, target_blocks)

@@ -24,6 +24,27 @@ if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
 
 _NO_ROOM = "no free blocks to compress into"
+_ENDED_EARLY = "the request ended before its first token was decoded"
+
+
+def begin_scoring(cache: PrefixCache, req: Req) -> None:
+    """Report that `req` is not compressed yet; if its prompt will be at its end, have it scored."""
+    request = Request.of(req)
+    extent, tokens, pressure = request.extent, request.prompt(req), request.spec.on_pressure
+    assert extent is not None
+    skipped = request.unusable or extent.skipped
+    if extent.compressed and not pressure:
+        skipped = _ENDED_EARLY
+    request.report = Report.uncompressed(len(tokens), cache.block, skipped)
+    request.report.on_pressure = request.spec.rate if pressure else None
+    if extent.compressed and not extent.end:
+        install(cache, req, empty_segment(cache.pool, request))
+    elif extent.compressed and extent.segment_blocks and not extent.prefill_block:
+        layers, facts = cache.pool.layer_num, cache.pool.facts
+        request.scores = PromptScores(
+            request.spec, extent, tokens, cache.page_size, layers, facts, request.known
+        )
+        request.known = None
 
 
 def compress(cache: PrefixCache, req: Req) -> bool:
@@ -116,10 +137,9 @@ def empty_segment(pool: ArenaKVPool, request: Request) -> Segment:
     """A segment without blocks: nothing is compressed yet, but all that follows may be."""
     extent = request.extent
     assert extent is not None
-    assert extent.begin == extent.end
     nothing = torch.zeros(0, dtype=torch.int64, device=pool.device)
     pages = torch.zeros(pool.layer_num * pool.head_num, dtype=torch.int64, device=pool.device)
-    return Segment(extent.end, extent.end, nothing, pages, pool.page_size, request.spec)
+    return Segment(extent.begin, extent.begin, nothing, pages, pool.page_size, request.spec)
 
 
 def _copy(
@@ -202,4 +222,5 @@ def _compressed(
         policy=request.spec.policy,
         rate=request.spec.rate,
         recompressed=0 if request.goes_on else None,
+        bounded=request.bounded,
     )

@@ -101,8 +101,10 @@ def recompress(cache: PrefixCache, req: Req) -> bool:
             scores = _rescored(pool, request, pages, held, length).view(*pages.shape, page)
         else:
             scores = pool.metric.flatten(0, 2)[pages]
-        metric = bool(tracked_power(spec))
-        new = repack(pool, spec, segment, end, length, pages, first, scores, slots, metric=metric)
+        new, _ = repack(
+            pool, spec, segment, end, length, pages, first, scores, slots,
+            metric=bool(tracked_power(spec)),
+        )  # fmt: skip
         cache.point_row(req, new)
         if spec.continual == "rescored":
             _forget_attention(cache, req, new, length)

@@ -15,7 +15,6 @@ What a request's row of ``req_to_token`` holds, by position::
 from __future__ import annotations
 
 import contextlib
-from array import array
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
@@ -26,10 +25,10 @@ from sglang.srt.mem_cache.cache_init_params import CacheInitParams
 from sglang.srt.mem_cache.common import evict_from_tree_cache
 from sglang.srt.mem_cache.radix_cache import RadixKey
 
-from sgl_kvc.cache import continual, timing
+from sgl_kvc.cache import bounded, continual, timing
 from sgl_kvc.cache.accounting import Compactions
 from sgl_kvc.cache.base import PrefixCache
-from sgl_kvc.cache.compaction import begin_reading, compress, empty_segment, install
+from sgl_kvc.cache.compaction import begin_reading, begin_scoring, compress
 from sgl_kvc.cache.request import Request, cannot_compress
 from sgl_kvc.cache.segment_tree import SegmentRadixCache
 from sgl_kvc.cache.sharing import Sharing
@@ -39,13 +38,11 @@ from sgl_kvc.policy.scores import PromptScores
 from sgl_kvc.pool.arena import ArenaKVPool
 from sgl_kvc.pool.segment import Segment
 from sgl_kvc.pool.streams import behind
-from sgl_kvc.report import BlockSize, Report
+from sgl_kvc.report import BlockSize
 from sgl_kvc.spec import Extent
 
 if TYPE_CHECKING:
     from sglang.srt.managers.schedule_batch import Req
-
-_ENDED_EARLY = "the request ended before its first token was decoded"
 
 
 class CompressingRadixCache(SegmentRadixCache, PrefixCache):
@@ -91,6 +88,8 @@ class CompressingRadixCache(SegmentRadixCache, PrefixCache):
         self.holds.tell(request.arrived)
         request.row = req.req_pool_idx
         self.pool.requests[req.rid] = request
+        if request.bounded is not None:
+            bounded.note_peak(self, req)
         if request.scores is not None or request.segment is not None:
             return  # a later chunk of the same prompt
         extent, tokens, found = self._extent(req), request.prompt(req), request.found
@@ -101,31 +100,21 @@ class CompressingRadixCache(SegmentRadixCache, PrefixCache):
             found.hits += 1
             prepare_turn(self, req)
             return
-        self.sharing.add(request, tokens, req.extra_key, self.page_size)
-        skipped = request.unusable or extent.skipped
-        if extent.compressed and not request.spec.on_pressure:
-            skipped = _ENDED_EARLY
-        request.report = Report.uncompressed(len(tokens), self.block, skipped)
-        request.report.on_pressure = request.spec.rate if request.spec.on_pressure else None
-        if extent.compressed and not extent.end:
-            install(self, req, empty_segment(self.pool, request))
-        elif extent.compressed and extent.segment_blocks:
-            layers, facts = self.pool.layer_num, self.pool.facts
-            request.scores = PromptScores(
-                request.spec, extent, tokens, self.page_size, layers, facts, request.known
-            )
-            request.known = None
+        shared = extent.begin if extent.prefill_block else None
+        self.sharing.add(request, tokens[:shared], req.extra_key, self.page_size)
+        begin_scoring(self, req)
+        if extent.prefill_block and len(req.prefix_indices) >= extent.begin:
+            bounded.begin(self, req)
+            bounded.note_peak(self, req)
 
     def room_before_cut(self, req: Req) -> int | None:
         """Tokens of `req` to be prefilled before it is compressed and the rest of it is read.
 
         None where a chunk need not stop: nothing is read after compression, or it is compressed.
         """
-        extent = self._extent(req)
-        if extent.cut is None or not extent.compressed:
-            return None
-        room = extent.cut - len(req.prefix_indices)
-        return room if room > 0 else None
+        done = len(req.prefix_indices)
+        cut = self._extent(req).next_cut(done)
+        return None if cut is None else cut - done
 
     def match_prefix(self, params: MatchPrefixParams) -> MatchResult:
         """Match at most the prompt minus the window when the request will be compressed.
@@ -170,10 +159,12 @@ class CompressingRadixCache(SegmentRadixCache, PrefixCache):
                 self._released |= compress_turn(self, req)
                 req.prefix_indices = self.row_slots(req)[:done].to(torch.int64, copy=True)
             return
+        extent = request.extent
+        if extent is not None and extent.prefill_block and done >= extent.begin:
+            self._advance(req, done, chunked=chunked)
         if request.segment is not None:
             req.prefix_indices = self.row_slots(req)[:done].to(torch.int64, copy=True)
             return
-        extent = request.extent
         due = extent is not None and extent.compressed and done >= extent.scored
         if extent is None or not due or len(req.prefix_indices) < extent.scored:
             super().cache_unfinished_req(req, chunked=chunked)
@@ -210,7 +201,7 @@ class CompressingRadixCache(SegmentRadixCache, PrefixCache):
             return self.finish_behind(req, stored, kv_len_to_handle, is_insert, hold_s)
         if segment is None:
             super().cache_finished_req(req, is_insert, kv_len_to_handle=kv_len_to_handle)
-            return self._hold(req, kv_len_to_handle, hold_s)
+            return self.hold_ended(req, kv_len_to_handle, hold_s)
         # All at once: SGLang may want to keep less than was decoded (--strip-thinking-cache) and
         # would free the rest by position, whatever lies there.
         end = req.kv.kv_allocated_len
@@ -218,7 +209,7 @@ class CompressingRadixCache(SegmentRadixCache, PrefixCache):
         self.token_to_kv_pool_allocator.free_segment(owned, start_pos=segment.row_begin)
         req.kv.kv_allocated_len = kv_len_to_handle
         self.dec_lock_ref(req.last_node)
-        return self._hold(req, kv_len_to_handle, hold_s)
+        return self.hold_ended(req, kv_len_to_handle, hold_s)
 
     def take_released(self) -> bool:
         """Whether compression has freed memory since this was last asked."""
@@ -287,12 +278,15 @@ class CompressingRadixCache(SegmentRadixCache, PrefixCache):
 
     # --------------------------------------------------------------------------- helpers
 
-    def _hold(self, req: Req, length: int, seconds: int) -> None:
-        """Hold what the tree has of the first `length` tokens of `req`."""
-        if seconds:
-            tokens = array("q", (req.origin_input_ids + req.output_ids)[:length])
-            params = MatchPrefixParams(key=RadixKey(tokens, req.extra_key))
-            self.holds.hold(super().match_prefix(params).last_device_node, seconds)
+    def _advance(self, req: Req, done: int, *, chunked: bool) -> None:
+        """`done` tokens of a prompt whose prefill is bounded are there."""
+        if Request.of(req).segment is None:
+            super().cache_unfinished_req(req, chunked=chunked)  # what precedes compression
+            bounded.begin(self, req)
+        elif bounded.is_due(req):
+            with self.compactions.timed():
+                bounded.compress_block(self, req, done)
+            self._released = True
 
     def _extent(self, req: Req) -> Extent:
         request = Request.of(req)

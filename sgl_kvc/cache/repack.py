@@ -23,21 +23,23 @@ def repack(
     scores: torch.Tensor,
     slots: torch.Tensor,
     *,
-    metric: bool,
-) -> Segment:
-    """Copy the best of `old` and of the tail up to `end` into blocks that hold nothing yet.
+    metric: bool = False,
+    in_place: bool = False,
+) -> tuple[Segment, Selection]:
+    """Copy the best of `old` and of the tail up to `end` into other blocks, or into their own.
 
     Parameters
     ----------
     end, length : where the new segment ends, a block boundary, and tokens so far.
     pages, first : `held_pages` up to `end`.
     scores : float32 [L * H, C, P], of their KVs. Overwritten.
-    slots : int64 [n * P], whole blocks to fill.
+    slots : int64 [n * P], whole blocks to fill. They hold nothing yet.
     metric : whether what decode adds up for each KV goes along.
+    in_place : `slots` are of the blocks that are copied from.
 
     Returns
     -------
-    new : a segment that no row reads yet.
+    A segment that no row reads yet, and what was selected: positions count in the rectangle.
     """
     page = pool.page_size
     scores.masked_fill_(~holds_page(pages, first)[..., None], -torch.inf)
@@ -57,8 +59,8 @@ def repack(
     if metric:
         arenas.append(pool.metric)
     for arena in arenas:
-        move(arena, source, offset, slots[::page] // page)
-    return Segment(old.begin, end, slots, selection.pages, page, spec)
+        move(arena, source, offset, slots[::page] // page, in_place=in_place)
+    return Segment(old.begin, end, slots, selection.pages, page, spec), selection
 
 
 def holds_page(pages: torch.Tensor, first: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ from sgl_kvc.cache.states import StateCache
 from sgl_kvc.policy.base import ModelFacts
 from sgl_kvc.policy.scores import PromptScores
 from sgl_kvc.pool.segment import Segment
-from sgl_kvc.report import Report
+from sgl_kvc.report import BoundedPrefill, Report
 from sgl_kvc.spec import (
     CUSTOM_PARAM,
     OFF,
@@ -74,6 +74,8 @@ class Request:
     stored : the prefix cache's entry that `segment` is; None if the segment is the request's own.
     begun : tokens of the segment that it began with, of a turn that may; else None.
     found : the entry that it was last matched with; None if there was none.
+    bounded : what its prefill has held at most, if that is bounded and has begun; else None.
+    input_limit : tokens that its prompt may have, if that is more than the pool's; else None.
     report : what the response will tell; None before the prefill.
     block_digests : of every whole block of the prompt, chained, so that equal digests mean equal
         prefixes; empty while the request holds no memory.
@@ -95,6 +97,8 @@ class Request:
         self.stored: StoredSegment | None = None
         self.found: StoredSegment | None = None
         self.begun: int | None = None
+        self.bounded: BoundedPrefill | None = None
+        self.input_limit: int | None = None
         self.report: Report | None = None
         self.block_digests: list[Hashable] = []
         self._states_key: tuple[int, tuple[Hashable, ...]] | None = None
@@ -218,7 +222,7 @@ class Request:
     def retract(self) -> None:
         """Forget everything that belongs to memory the request no longer holds."""
         self.row = self.extent = self.scores = self.known = self.states = self.segment = None
-        self.stored = self.found = self.begun = None
+        self.stored = self.found = self.begun = self.bounded = None
         self.block_digests = []
 
 
@@ -255,7 +259,8 @@ def cannot_compress(req: Req, *, cached: bool) -> str | None:
         return "the server's prefix cache is disabled"
     if req.session is not None:
         return "the request belongs to a session"
-    apart = Request.of(req).spec.question_tokens
-    if not (decodes(req) or apart or shows_its_prompt(req)):
+    spec = Request.of(req).spec
+    reads = spec.question_tokens or spec.prefill_block
+    if not (reads or decodes(req) or shows_its_prompt(req)):
         return "no token is decoded after the first one, so nothing would read what is kept"
     return None

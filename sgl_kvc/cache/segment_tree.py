@@ -12,6 +12,7 @@ before the prefix.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Hashable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -214,6 +215,13 @@ class SegmentRadixCache(RadixCache):
             found = super().match_prefix(MatchPrefixParams(key=stored.key(tokens)))
             self.holds.hold(found.last_device_node, hold_s)
         stored.readers -= 1
+
+    def hold_ended(self, req: Req, length: int, seconds: int) -> None:
+        """Hold what the tree has of the first `length` tokens of `req` for some seconds."""
+        if seconds:
+            tokens = array("q", (req.origin_input_ids + req.output_ids)[:length])
+            params = MatchPrefixParams(key=RadixKey(tokens, req.extra_key))
+            self.holds.hold(super().match_prefix(params).last_device_node, seconds)
 
     def _insert_behind(
         self, req: Req, stored: StoredSegment, tokens: Sequence[int], *, chunked: bool

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from sglang.srt.mem_cache.common import maybe_cache_unfinished_req
 
 from sgl_kvc.cache.base import PrefixCache
+from sgl_kvc.cache.held_scores import HeldScores
 from sgl_kvc.cache.request import Request, decodes
 
 if TYPE_CHECKING:
@@ -21,6 +22,8 @@ def compress_due(cache: PrefixCache, reqs: Sequence[Req]) -> None:
         if request.segment is not None:
             if request.goes_on:
                 cache.recompress(req)
+            elif isinstance(request.scores, HeldScores) and request.scores.complete:
+                maybe_cache_unfinished_req(req, cache)
         elif request.spec.on_pressure:
             continue
         elif request.extent is not None and request.extent.compressed and decodes(req):

@@ -25,8 +25,10 @@ def prepare_turn(cache: PrefixCache, req: Req) -> None:
     assert segment is not None
     held = segment.blocks + (extent.end - segment.end) // cache.page_size
     if request.reuses(req) and extent.segment_blocks < held:
-        spec, row = request.spec, req.req_pool_idx
-        request.scores = HeldScores(cache.pool, row, segment, spec, extent)
+        kept = extent.segment_blocks * cache.page_size
+        request.scores = HeldScores(
+            cache.pool, req.req_pool_idx, segment, request.spec, extent.end, extent.scored, kept
+        )
 
 
 def compress_turn(cache: PrefixCache, req: Req) -> bool:
@@ -58,10 +60,9 @@ def compress_turn(cache: PrefixCache, req: Req) -> bool:
     with cache.behind_forward(slots):
         pages, first = held_pages(pool, req.req_pool_idx, old, extent.end)
         found = scores.rectangle(pages.shape[1] * page).view(*pages.shape, page)
-        new = repack(
-            pool, request.spec, old, extent.end, extent.scored, pages, first, found, slots,
-            metric=False,
-        )  # fmt: skip
+        new, _ = repack(
+            pool, request.spec, old, extent.end, extent.scored, pages, first, found, slots
+        )
     kept = cache.store_segment(req, new)
     cache.hold_segment(req, kept)
     begin_reading(cache, req, kept)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Mapping
 
 from sgl_kvc.compat import (
     arguments,
+    bounded,
     chat,
     cpu,
     http,
@@ -31,6 +32,7 @@ from sgl_kvc.compat.uses import Uses
 HOOKS = (
     *arguments.HOOKS,
     *scheduling.HOOKS,
+    *bounded.HOOKS,
     *pool.HOOKS,
     *http.HOOKS,
     *chat.HOOKS,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from sgl_kvc.compat import BACKEND
+from sgl_kvc.compat.bounded import counted
 from sgl_kvc.compat.hook import Hook
 from sgl_kvc.compat.segments import make_way
 from sgl_kvc.spec import CUSTOM_PARAM
@@ -105,10 +106,12 @@ def stop_at_cut(original, adder, req, **kwargs: Any) -> Any:
     if room is None and limit is None and not first_chunk:
         room = rest  # SGLang goes on with a cut request by a limit alone
     if room is None or (limit is not None and limit <= room):
-        return original(adder, req, **kwargs)
+        with counted(adder, req):
+            return original(adder, req, **kwargs)
     adder.rem_chunk_tokens, added = room, len(adder.can_run_list)
     try:
-        result = original(adder, req, **kwargs)
+        with counted(adder, req):
+            result = original(adder, req, **kwargs)
     finally:
         used = room - adder.rem_chunk_tokens
         adder.rem_chunk_tokens = None if limit is None else limit - used

@@ -116,7 +116,7 @@ _ATTENTION = (
     Uses("sglang.srt.configs.model_config.AttentionArch", "MHA", "which models are refused"),
     Uses(
         "sglang.srt.configs.model_config.ModelConfig",
-        "attention_arch get_total_num_kv_heads head_dim hf_config hf_text_config is_generation "
+        "attention_arch context_len get_total_num_kv_heads head_dim hf_config hf_text_config is_generation "
         "is_hybrid_swa v_head_dim vocab_size",
         "which models are refused, and their heads",
     ),
@@ -130,7 +130,7 @@ _ATTENTION = (
 _SCHEDULER = (
     Uses(
         "sglang.srt.managers.schedule_batch.Req",
-        "cache_protected_len customized_info extra_key finished full_untruncated_fill_ids "
+        "cache_protected_len customized_info extend_range extra_key finished full_untruncated_fill_ids "
         "get_fill_ids kv kv_committed_len last_node origin_input_ids output_ids "
         "output_ids_through_stop positional_embed_overrides prefix_indices priority req_pool_idx "
         "rid sampling_params session",
@@ -146,15 +146,18 @@ _SCHEDULER = (
     Uses(
         "sglang.srt.managers.schedule_policy.PrefillAdder",
         "add_chunked_req(req) add_one_req(req,has_chunked_req) budget_state can_run_list "
-        "ceil_paged_tokens(tokens) new_chunked_req rem_chunk_tokens tree_cache",
-        "a chunk ends where a question begins",
+        "ceil_paged_tokens(tokens) new_chunked_req rem_chunk_tokens rem_total_token_offset "
+        "tree_cache",
+        "a chunk ends where a question begins; what a request will hold is counted",
     ),
+    Uses("sglang.srt.managers.schedule_policy", "CLIP_MAX_NEW_TOKENS",
+         "how much of an answer is counted when a request is let in"),
     Uses("sglang.srt.managers.schedule_policy.AddReqResult", "OTHER",
          "a chunk ends where a question begins"),
     Uses(
         "sglang.srt.managers.scheduler.Scheduler",
         "_request_dispatcher chunked_req enable_overlap forward_stream "
-        "get_num_allocatable_reqs(running_bs) init_request_dispatcher "
+        "get_num_allocatable_reqs(running_bs) init_request_dispatcher max_total_num_tokens "
         "model_config process_batch_result(batch,result) running_batch server_args "
         "token_to_kv_pool_allocator tree_cache waiting_queue",
         "whether pool and radix cache are ours; when requests are admitted",

@@ -18,6 +18,10 @@ What ``score`` returns is then what attention in decode is added to, or, with "r
 also holds ``rescore(held_context, **parameters) -> float32 [H, n]``, finite, which scores anew what
 the heads of a layer hold whenever keys are selected in decode.
 
+A scorer with ``observe`` whose file holds ``keep(state, kept) -> state`` can score a prompt that is
+compressed while it comes in (``prefill_block``): what is left of its state once a head holds only
+the `kept` keys, int64 [m], of those that it held. Every head has a state of its own there.
+
 An apportioner's file holds ``apportion(context, **parameters) -> int64 [L, H]``, pages per head:
 at least 1, at most C, summing to ``context.total``. It may hold ``observe(layer_context,
 **parameters) -> float32 [K]``, called once a layer beside the scorer; the results are stacked
@@ -96,6 +100,7 @@ class LayerContext:
     previous : for ``score``, what it returned for the layer before; None for the first.
     scores : for an apportioner's ``observe``, what ``score`` returned for this layer.
     last_chunk : for `observe`, whether no chunk follows.
+    head : which head this is, where heads hold different keys and each is scored alone; else None.
     """
 
     layer: int
@@ -113,6 +118,7 @@ class LayerContext:
     previous: torch.Tensor | None = None
     scores: torch.Tensor | None = None
     last_chunk: bool = True
+    head: int | None = None
 
     @property
     def forced(self) -> int:
@@ -202,13 +208,14 @@ class Method:
     Attributes
     ----------
     run : its ``score`` or ``apportion``.
-    observe, lift, rescore : None if it has none.
+    observe, lift, rescore, keep : None if it has none.
     """
 
     run: Callable[[Any], torch.Tensor]
     observe: Callable[[LayerContext], Any] | None
     lift: Callable[[torch.Tensor, int, int], None] | None
     rescore: Callable[[HeldContext], torch.Tensor] | None = None
+    keep: Callable[[Any, torch.Tensor], Any] | None = None
 
 
 def scorer(spec: CompressionSpec) -> Method:
@@ -229,4 +236,5 @@ def _method(family: str, name: str, function: str, spec: CompressionSpec) -> Met
     return Method(
         functools.partial(getattr(module, function), **parameters),
         *(other and functools.partial(other, **parameters) for other in others),
+        getattr(module, "keep", None),
     )

@@ -18,8 +18,10 @@ For a scorer CONTINUAL is how its scores go on in decode: "attention", what deco
 added to what `score` returned (squared, but for a parameter `norm` of "l1"); "position", the
 newest keys first and nothing is counted; or "rescored", by its function `rescore`, from the keys
 that are held and what decode's last queries paid them. For an apportioner it is True. Without it
-compression happens once, after prefill. The file describes each parameter in the docstring of its
-function, in numpydoc's form.
+compression happens once, after prefill. What can go on so, but for "rescored", can also choose of a prompt
+that is still coming in (``prefill_block``); a scorer that looks at every query needs a function
+``keep`` for it. The file describes each parameter in the docstring of its function, in numpydoc's
+form.
 """
 
 from __future__ import annotations
@@ -77,6 +79,7 @@ class Method:
     all_queries : whether it looks at every query of the prompt, not at the last ones alone.
         Then no part of the prompt may come from the prefix cache.
     needs : the `base.ModelFacts` it cannot do without.
+    blockwise : whether it can choose of a prompt that is compressed while it comes in.
     continual : whether its choice can be repeated in decode; of a scorer how, "attention",
         "position" or "rescored"; empty or False if not.
     """
@@ -89,6 +92,7 @@ class Method:
     all_queries: bool
     needs: tuple[str, ...]
     continual: str | bool
+    blockwise: bool
 
 
 @functools.cache
@@ -115,15 +119,18 @@ def _read(family: str, path: Path) -> Method:
     if continual not in CONTINUAL[family]:
         known = ", ".join(repr(kind) for kind in CONTINUAL[family] if kind)
         raise ValueError(f"{path}: CONTINUAL is {continual!r}; it can be {known}")
+    all_queries = family == "scorers" and "observe" in functions
+    alone = continual in (True, "attention", "position") and not all_queries
     return Method(
         family,
         path.stem.replace("_", "-"),
         (ast.get_docstring(tree) or "").partition("\n\n")[0].replace("\n", " "),
         constants.get("SOURCE", ""),
         {name: _parameter(name, given, about.get(name, "")) for name, given in limits.items()},
-        family == "scorers" and "observe" in functions,
+        all_queries,
         tuple(constants.get("NEEDS", ())),
         continual,
+        alone or "keep" in functions,
     )
 
 

@@ -19,6 +19,7 @@ INTEGERS = {  # field: (min, max)
     "prefix_tokens": (0, 1 << 24),
     "question_tokens": (0, 1 << 24),
     "recompress_every": (0, 1 << 24),
+    "prefill_block": (0, 1 << 24),
     "hold_s": (0, 86400),
 }
 SWITCHES = ("force", "explain")
@@ -64,6 +65,8 @@ class CompressionSpec:
         prompt is shared with others that run; then the result depends on the request alone.
     recompress_every : decoded tokens after which segment and tail are compressed again, by what
         `continual` says (attention: arXiv 2410.00161, eq. 20); 0 is never.
+    prefill_block : tokens after which what has come in of a prompt is compressed, while it is
+        prefilled; 0 is at its end. So much and the budget is what it holds then at most.
     hold_s : seconds for which the prefix cache keeps what the request leaves, longer than what
         nobody holds: what a program that pauses will need. Not a lock.
     explain : report which KVs every head kept, not only how many.
@@ -85,6 +88,7 @@ class CompressionSpec:
     reuse: str | None = None
     on_pressure: bool = False
     recompress_every: int = 0
+    prefill_block: int = 0
     hold_s: int = 0
     force: bool = False
     explain: bool = False
@@ -121,7 +125,7 @@ class CompressionSpec:
     @property
     def shape(self) -> Hashable:
         """All of the knob that shapes what is kept of given tokens, but `prefix_tokens`."""
-        size = (self.rate, self.budget, self.max_rate)
+        size = (self.rate, self.budget, self.max_rate, self.prefill_block)
         parameters = tuple(sorted(self.parameters.items()))
         return (*size, self.scorer, self.apportioner, parameters, self.sinks, self.recent)
 

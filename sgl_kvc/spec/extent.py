@@ -33,6 +33,8 @@ class Extent:
     skipped : why the prompt is not compressed as asked, a sentence; None if it is, or if nothing
         was asked for.
     compressed : whether the prompt is compressed after prefill.
+    prefill_block : tokens, whole blocks, after which it is compressed already while it is
+        prefilled; 0 if it is not.
     """
 
     page_size: int
@@ -45,6 +47,7 @@ class Extent:
     match_limit_with_states: int
     skipped: str | None
     compressed: bool
+    prefill_block: int = 0
 
     @classmethod
     def of(
@@ -71,6 +74,9 @@ class Extent:
         compressed = not spec.off and skipped is None
         scored = end if spec.question_tokens or not blocks else prompt_tokens
         limit = max(0, scored - spec.window) if compressed else prompt_tokens
+        bounded = compressed and spec.prefill_block > 0 and blocks > 0
+        if bounded:  # nothing compressed is taken from the cache, and nothing else is held
+            limit = min(limit, begin)
         return cls(
             page_size=page_size,
             prompt_tokens=prompt_tokens,
@@ -78,10 +84,11 @@ class Extent:
             end=end,
             scored=scored,
             segment_blocks=spec.blocks_for(blocks, page_size) if blocks else 0,
-            match_limit=0 if compressed and spec.all_queries else limit,
+            match_limit=0 if compressed and spec.all_queries and not bounded else limit,
             match_limit_with_states=limit,
             skipped=skipped,
             compressed=compressed,
+            prefill_block=_blocks(spec.prefill_block, page_size) * page_size if bounded else 0,
         )
 
     @property
@@ -90,10 +97,42 @@ class Extent:
         cuts = self.compressed and 0 < self.end == self.scored < self.prompt_tokens
         return self.end if cuts else None
 
+    def next_cut(self, done: int) -> int | None:
+        """Where the prefill has to stop next, of which `done` tokens are there; None: nowhere.
+
+        With `prefill_block` where compression begins, and from then on after every so many tokens,
+        counted from the end, so that the last ones are as many as the others::
+
+            [ 0 . . begin )[ . . budget + less than a block )[ block )[ block ) . . [ block end )
+        """
+        if not self.prefill_block:
+            return self.cut if self.cut is not None and done < self.cut else None
+        if done < self.begin:
+            return self.begin
+        after = max(done, self.begin + self.segment_blocks * self.page_size)
+        left = (self.end - after - 1) // self.prefill_block  # cuts behind `after`, before the end
+        if left > 0:
+            return self.end - left * self.prefill_block
+        return self.cut if self.cut is not None and done < self.cut else None
+
+    @property
+    def bound(self) -> int:
+        """Blocks that the prompt holds at most while it is prefilled, with `prefill_block`.
+
+        Those before `begin` included.
+        """
+        begin, page = self.begin // self.page_size, self.page_size
+        tail = max(self.prefill_block // page + 1, _blocks(self.prompt_tokens - self.end, page))
+        return min(_blocks(self.prompt_tokens, page), begin + self.segment_blocks + tail)
+
     def tail_blocks(self, tokens: int) -> int:
         """Blocks of the tail once prompt and output are `tokens`; all of them if not compressed."""
         tail = tokens - self.end if self.compressed else tokens
-        return -(-tail // self.page_size)
+        return _blocks(tail, self.page_size)
+
+
+def _blocks(tokens: int, page_size: int) -> int:
+    return -(-tokens // page_size)
 
 
 def _reason_to_skip(

@@ -86,6 +86,8 @@ def parse(knob: Any, *, max_rate: float = MAX_RATE) -> CompressionSpec:
         _check_reuse(values)
     if values.get("on_pressure"):
         _check_on_pressure(values)
+    if values.get("prefill_block"):
+        _check_prefill_block(values)
     if values.get("recompress_every"):
         if values.get("explain"):
             problem = "tells what was kept of the prompt; leave it out beside recompress_every"
@@ -120,6 +122,24 @@ def _check_reuse(values: Mapping[str, Any]) -> None:
         raise SpecError("reuse", problem)
 
 
+def _check_prefill_block(values: Mapping[str, Any]) -> None:
+    """Raise SpecError where a prompt cannot be compressed while it comes in."""
+    for field in ("recompress_every", "explain", ON_PRESSURE):
+        if values.get(field):
+            raise SpecError("prefill_block", f"is for requests without {field}")
+    if values.get("reuse", "full") != "full":
+        raise SpecError("prefill_block", "is for requests that do not begin with compressed turns")
+    for family in ("scorers", "apportioners"):
+        method = methods(family)[values[family[:-1]]]
+        if not method.blockwise:
+            able = ", ".join(each.name for each in methods(family).values() if each.blockwise)
+            problem = f"{family[:-1]} {method.name} needs the whole prompt at once; {able} do not"
+            raise SpecError("prefill_block", problem)
+    window = values["parameters"].get("window", 1)
+    if values["prefill_block"] < window:
+        raise SpecError("prefill_block", f"must be at least the window ({window})")
+
+
 def parse_rate(value: Any, *, max_rate: float = MAX_RATE, field: str = "rate") -> float:
     """A rate in [1, max_rate]; raises SpecError otherwise. JSON numbers only."""
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value:
@@ -146,7 +166,8 @@ def _policy(given: Mapping[str, Any]) -> dict[str, Any]:
         scorer, apportioner = given["scorer"], given["apportioner"]
         name, preset = f"{scorer}+{apportioner}", Preset(scorer, apportioner, "", "")
     else:
-        apart = bool(given.get("question_tokens") or given.get("question"))
+        fields = ("question_tokens", "question", "prefill_block")
+        apart = any(given.get(field) for field in fields)
         name = given.get("policy", default_policy(apart))
         checks.one_of("policy", name, sorted(PRESETS))
         preset = PRESETS[name]

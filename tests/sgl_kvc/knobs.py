@@ -32,4 +32,12 @@ KNOBS = [
     {"on_pressure": 4, "min_tokens": 0},
     {"on_pressure": 2, "min_tokens": 0, "policy": "h2o", "recent": 2},
     {"on_pressure": 3, "min_tokens": 0, "policy": "kv-compress", "prefix_tokens": 13},
+    {"rate": 4, "min_tokens": 0, "prefill_block": 9},
+    {"budget": 9, "min_tokens": 0, "prefill_block": 16, "part": 16, "recent": 3},
+    {"rate": 3, "min_tokens": 0, "prefill_block": 8, "policy": "kv-compress", "window": 3,
+     "prefix_tokens": 13},
+    {"rate": 4, "min_tokens": 0, "prefill_block": 12, "policy": "h2o", "prefix_tokens": 5},
+    {"rate": 6, "min_tokens": 0, "prefill_block": 12, "question_tokens": 7, "recent": 3},
+    {"rate": 3, "min_tokens": 0, "prefill_block": 4, "policy": "streaming-llm",
+     "question_tokens": 30, "prefix_tokens": 8},
 ]

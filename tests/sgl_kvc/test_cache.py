@@ -91,6 +91,7 @@ class Lives(RuleBasedStateMachine):
                 world.give_up(req, done)
                 return
             done = end
+            self._within_bound(req)
             if done < len(tokens):
                 world.cache.cache_unfinished_req(req, chunked=True)
                 if not keep:
@@ -211,6 +212,19 @@ class Lives(RuleBasedStateMachine):
                 last = range(max(extent.begin, extent.scored - recent), extent.end)
                 assert set(last) <= set(each)
                 assert set(range(extent.begin, extent.begin + sinks)) <= set(each)
+
+    def _within_bound(self, req: Req) -> None:
+        """What a bounded prefill promises, when a chunk has its blocks."""
+        extent, bounded = Request.of(req).extent, Request.of(req).bounded
+        if bounded is None:
+            return
+        held = -(-req.kv.kv_allocated_len // PAGE) - req.cache_protected_len // PAGE
+        if Request.of(req).stored is not None:
+            held += Request.of(req).segment.blocks
+        assert held <= bounded.blocks_peak <= extent.bound - extent.begin // PAGE
+        most = extent.segment_blocks + bounded.block // PAGE + 2
+        if extent.cut is None:
+            assert bounded.blocks_peak <= most
 
     def _bounded(self, req: Req) -> None:
         """What compression in decode promises: at most a tail of so many tokens more."""

@@ -150,3 +150,32 @@ def test_an_error_keeps_its_problem():
     with pytest.raises(SpecError) as caught:
         parse([])
     assert caught.value.at("here") == "here"
+
+
+@given(
+    sizes, st.integers(0, 900), st.sampled_from([8, 16, 64]), st.integers(1, 300),
+    st.sampled_from([0, 0, 40]), st.sampled_from([0, 0, 30]),
+)  # fmt: skip
+def test_a_bounded_prefill_stops_before_it_holds_more(size, prompt, page, block, prefix, question):
+    knob = {"prefill_block": block, "prefix_tokens": prefix, "question_tokens": question}
+    extent = Extent.of(parse(size | knob), prompt, page)
+    if not extent.compressed:
+        assert extent.prefill_block == 0
+        return
+    assert extent.prefill_block == -(-block // page) * page
+    assert extent.match_limit == extent.match_limit_with_states <= extent.begin
+    done = held = most = 0
+    kept = extent.begin + extent.segment_blocks * page
+    while (cut := extent.next_cut(done)) is not None:
+        assert done < cut <= extent.end
+        assert cut % page == 0
+        held, done = held + cut - done, cut
+        most = max(most, held)
+        if cut > extent.begin:
+            assert held > kept, "there is something to remove"
+            held = kept
+    if extent.begin < done < extent.end:
+        assert extent.end - done == extent.prefill_block, "the last block is as long as the others"
+    most = max(most, held + prompt - done)
+    assert most <= extent.bound * page
+    assert extent.bound * page <= kept + max(extent.prefill_block, question) + 2 * page

@@ -119,7 +119,7 @@ def test_what_a_plain_rate_means():
     assert spec == CompressionSpec(
         rate=8.0, budget=None, policy="kv-compress", scorer=preset.scorer,
         apportioner=preset.apportioner, parameters=spec.parameters, sinks=4, recent=32,
-        min_tokens=64, prefix_tokens=0, question_tokens=0, recompress_every=0,
+        min_tokens=64, prefix_tokens=0, question_tokens=0, recompress_every=0, prefill_block=0,
     )  # fmt: skip
     defaults = policy_parameters(preset.scorer, preset.apportioner)
     assert spec.parameters == {n: p.default for n, p in defaults.items()} | preset.parameters
@@ -177,7 +177,8 @@ def test_a_scorer_and_an_apportioner_by_name():
     assert spec.parameters["pool"] == default
     assert spec.to_json() == {
         "rate": 8.0, "sinks": 4, "recent": 32, "min_tokens": 64, "prefix_tokens": 0,
-        "question_tokens": 0, "recompress_every": 0, "hold_s": 0, **spec.parameters,
+        "question_tokens": 0, "recompress_every": 0, "prefill_block": 0,
+        "hold_s": 0, **spec.parameters,
         "scorer": "attention-window", "apportioner": "uniform",
     }  # fmt: skip
     assert parse(spec.to_json()) == spec
@@ -187,7 +188,8 @@ def test_a_preset_as_json():
     spec = parse({"budget": 100, "policy": "snapkv"})
     assert spec.to_json() == {
         "budget": 100, "sinks": 4, "recent": 32, "min_tokens": 64, "prefix_tokens": 0,
-        "question_tokens": 0, "recompress_every": 0, "hold_s": 0, **spec.parameters,
+        "question_tokens": 0, "recompress_every": 0, "prefill_block": 0,
+        "hold_s": 0, **spec.parameters,
         "policy": "snapkv",
     }  # fmt: skip
     assert "rate" not in spec.to_json()

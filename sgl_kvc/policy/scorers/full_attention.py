@@ -29,6 +29,11 @@ def observe(
     return sums
 
 
+def keep(state: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    """The sums of the `kept` keys."""
+    return state[:, kept]
+
+
 def score(
     context: LayerContext, norm: str, average: bool, excluded: int, recent_share: float
 ) -> torch.Tensor:

@@ -32,7 +32,7 @@ class Reading:
 
     Attributes
     ----------
-    scores : float32 [H, m], of the parts that were read again.
+    scores : float32 [H, m], of the parts that were read again; 0 of what was there before them.
     queries, lse : [r, H*G, D] and float32 [r, H*G], of a part that the next chunk goes on with.
     """
 
@@ -59,8 +59,11 @@ def observe(
     queries, lse = context.queries, context.lse
     if lse is None:
         lse = causal_lse(queries, context.keys, context.scale)
-    scores = [torch.zeros(context.keys.shape[1], 0, device=context.keys.device)]
-    if context.state is not None:
+    scores = []
+    if context.state is None:
+        before = context.keys.shape[0] - len(queries)  # of others, and kept in any case
+        scores.append(torch.zeros(context.keys.shape[1], before, device=context.keys.device))
+    else:
         earlier: Reading = context.state
         scores.append(earlier.scores)
         queries, lse = torch.cat([earlier.queries, queries]), torch.cat([earlier.lse, lse])
@@ -74,6 +77,11 @@ def observe(
         moved = rotate(queries[rows].float(), *turn, context.facts.neox)
         scores.append(repeat_attention(moved, keys, context.scale, lse[rows]))
     return Reading(torch.cat(scores, dim=1), queries[read:].clone(), lse[read:].clone())
+
+
+def keep(state: Reading, kept: torch.Tensor) -> Reading:
+    """What was said of the `kept` keys. Nothing is carried over: a block ends with a whole part."""
+    return Reading(state.scores[:, kept], state.queries, state.lse)
 
 
 def score(
@@ -113,7 +121,8 @@ def score(
         scores = scores + leverage * key_leverage(context.keys)
     weights = context.facts.head_weights(repeat_power) if repeat_power else None
     if weights is not None:
-        scores = scores * weights[context.layer].to(scores)[:, None]
+        mine = slice(None) if context.head is None else slice(context.head, context.head + 1)
+        scores = scores * weights[context.layer, mine].to(scores)[:, None]
     if echo:
         scores = scores.maximum(echo * _echo(context))
     return fade_to_neighbours(scores, half_life) if half_life else scores
