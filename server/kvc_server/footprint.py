@@ -68,6 +68,8 @@ class Prompt:
             last = spec.blocks_for(max(1, total // page_size - begin), page_size)
             segment, tail = max(segment, last), min(tail, _blocks(every + page_size, page_size))
             prefill = max(prefill, 2 * segment + tail)
+        if extent.prefill_block:
+            prefill = extent.bound - begin
         stored = extent.cut is not None and not every and not spec.explain and bool(self.digests)
         own = self.choices * (tail if stored else segment + tail)
         found = self._sharing(begin, own, max(0, prefill - segment - tail))

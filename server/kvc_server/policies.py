@@ -42,6 +42,7 @@ def _policy(name: str) -> dict[str, Any]:
         "recent": spec.recent,
         "all_queries": scorer.all_queries,
         "continual": spec.continual,
+        "blockwise": scorer.blockwise and apportioner.blockwise,
         "needs": sorted({*scorer.needs, *apportioner.needs}),
         "parameters": _parameters(
             policy_parameters(preset.scorer, preset.apportioner), spec.parameters
@@ -56,6 +57,7 @@ def _method(method: Method) -> dict[str, Any]:
         "source": method.source,
         "all_queries": method.all_queries,
         "continual": method.continual or (None if method.family == "scorers" else False),
+        "blockwise": method.blockwise,
         "needs": sorted(method.needs),
         "parameters": _parameters(method.parameters, {}),
     }

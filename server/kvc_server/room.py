@@ -83,15 +83,19 @@ class Room:
         tenant: Tenant | None,
     ) -> Asked | None:
         specs = placed.specs * len(prompts) if len(placed.specs) == 1 else placed.specs
-        longest = max((prompt.length for prompt in prompts), default=0)
-        if not prompts or len(specs) != len(prompts) or longest > worker.max_prompt:
+        if not prompts or len(specs) != len(prompts):
+            return None
+        each = zip(specs, prompts, strict=True)
+        whole = (prompt.length for spec, prompt in each if not spec.prefill_block)
+        if max(whole, default=0) > worker.max_prompt:
             return None
         space = json.dumps([tenant.namespace if tenant else "", *placed.space])
         found = []
         for spec, prompt in zip(specs, prompts, strict=True):
             spec = await self._counted(spec, demand, prompt)
             answer = UNBOUNDED_ANSWER if demand.answer is None else demand.answer
-            answer = min(answer, worker.max_prompt - prompt.length)
+            if not spec.prefill_block:
+                answer = min(answer, worker.max_prompt - prompt.length)
             digests = _digests(prompt, space, worker.pool)
             found.append(Prompt(spec, prompt.length, answer, demand.choices, digests))
         most = placed.elastic.max_rate if placed.elastic else None

@@ -29,7 +29,8 @@ def limit_answer(original, scheduler, req) -> None:
             req, cache.page_size, cache.pool.facts, cached=not cache.disable
         )
     if bound is None or bound + 2 * cache.page_size + 1 > scheduler.max_total_num_tokens:
-        return original(scheduler, req)
+        original(scheduler, req)
+        return
     prompt, context = req.origin_input_ids, scheduler.model_config.context_len
     req.origin_input_ids = prompt[:bound]
     try:

@@ -116,8 +116,8 @@ _ATTENTION = (
     Uses("sglang.srt.configs.model_config.AttentionArch", "MHA", "which models are refused"),
     Uses(
         "sglang.srt.configs.model_config.ModelConfig",
-        "attention_arch context_len get_total_num_kv_heads head_dim hf_config hf_text_config is_generation "
-        "is_hybrid_swa v_head_dim vocab_size",
+        "attention_arch context_len get_total_num_kv_heads head_dim hf_config hf_text_config "
+        "is_generation is_hybrid_swa v_head_dim vocab_size",
         "which models are refused, and their heads",
     ),
     Uses(
@@ -130,10 +130,10 @@ _ATTENTION = (
 _SCHEDULER = (
     Uses(
         "sglang.srt.managers.schedule_batch.Req",
-        "cache_protected_len customized_info extend_range extra_key finished full_untruncated_fill_ids "
-        "get_fill_ids kv kv_committed_len last_node origin_input_ids output_ids "
-        "output_ids_through_stop positional_embed_overrides prefix_indices priority req_pool_idx "
-        "rid sampling_params session",
+        "cache_protected_len customized_info extend_range extra_key finished "
+        "full_untruncated_fill_ids get_fill_ids kv kv_committed_len last_node origin_input_ids "
+        "output_ids output_ids_through_stop positional_embed_overrides prefix_indices priority "
+        "req_pool_idx rid sampling_params session",
         "a request's prompt, row and place in the tree",
     ),
     Uses("sglang.srt.managers.schedule_batch.ReqKvInfo", "kv_allocated_len",

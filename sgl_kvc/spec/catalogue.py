@@ -18,10 +18,10 @@ For a scorer CONTINUAL is how its scores go on in decode: "attention", what deco
 added to what `score` returned (squared, but for a parameter `norm` of "l1"); "position", the
 newest keys first and nothing is counted; or "rescored", by its function `rescore`, from the keys
 that are held and what decode's last queries paid them. For an apportioner it is True. Without it
-compression happens once, after prefill. What can go on so, but for "rescored", can also choose of a prompt
-that is still coming in (``prefill_block``); a scorer that looks at every query needs a function
-``keep`` for it. The file describes each parameter in the docstring of its function, in numpydoc's
-form.
+compression happens once, after prefill. What can go on so, but for "rescored", can also choose of a
+prompt that is still coming in (``prefill_block``); a scorer that looks at every query needs a
+function ``keep`` for it. The file describes each parameter in the docstring of its function, in
+numpydoc's form.
 """
 
 from __future__ import annotations

@@ -29,6 +29,9 @@ def prompt(length: int, answer: int, knob: dict[str, Any], *, choices: int = 1) 
         (1000, 24, {"rate": 8, "prefix_tokens": 500}, 4 + 2, 31, 32 - 2),
         (1000, 24, {"rate": 8, "question_tokens": 40}, 4, 8, 63 - 4),  # stored, for others too
         (1000, 2000, {"rate": 8, "recompress_every": 64}, 24 + 5, 0, 63 + 8 - 29),
+        (1000, 24, {"rate": 8, "prefill_block": 250}, 8 + 2, 0, 8 + 16 + 1 - 10),
+        (100_000, 24, {"budget": 640, "prefill_block": 256}, 40 + 2, 0, 16 + 1 - 2),
+        (1000, 24, {"rate": 8, "prefill_block": 160, "question_tokens": 40}, 4, 8, 8 + 11 - 12),
     ],
 )
 def test_blocks(

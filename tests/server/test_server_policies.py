@@ -40,6 +40,11 @@ def test_a_policy_lists_what_a_request_gets() -> None:
         assert own.parameters == parse(knob).parameters
         assert own.all_queries == policy["all_queries"]
         assert own.continual == policy["continual"]
+        try:
+            able = parse(knob | {"prefill_block": 4096}).prefill_block == 4096
+        except SpecError as error:
+            able = error.field != "prefill_block"
+        assert able == policy["blockwise"]
 
 
 def _beyond(parameter: dict) -> list:

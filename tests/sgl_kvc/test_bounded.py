@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import pytest
 import torch
 from sglang.srt.mem_cache.base_prefix_cache import EvictParams
@@ -11,7 +13,6 @@ from sgl_kvc.cache.bounded import tokens_at_most, tokens_to_come
 from sgl_kvc.cache.held_scores import HeldScores
 from sgl_kvc.cache.request import Request
 from sgl_kvc.policy.base import ModelFacts
-from sgl_kvc.spec import SpecError, parse
 from tests import tiny_models
 from tests.sgl_kvc.documents import end
 from tests.sgl_kvc.lives import PAGE
@@ -52,20 +53,30 @@ def lives():
     lives.teardown()
 
 
-def prefill(lives, tokens: list[int], knob: dict, stop: int | None = None, **sampling):
-    """Prefill `tokens`, or up to `stop`: the request, tokens that were done, blocks by chunk."""
-    world = lives.world
-    req = world.request(tokens, knob, **sampling)
-    done, held = world.admit(req), []
-    while done < (stop or len(tokens)):
+def prefill(lives, req, done: int, stop: int | None = None, sizes: Iterable[int] = ()):
+    """Prefill what is left of `req`, or up to `stop`: blocks held after every chunk.
+
+    Chunks have `sizes` at most.
+    """
+    world, length, held, most = lives.world, req.seqlen, [], iter(sizes)
+    while done < (stop or length):
         room = world.cache.room_before_cut(req)
-        upto = len(tokens) if room is None else done + room
+        upto = length if room is None else done + room
+        upto = min(upto, done + next(most, length))
         assert world.prefill(req, done, upto)
         held.append(blocks_held(world))
-        world.cache.cache_unfinished_req(req, chunked=upto < len(tokens))
+        world.cache.cache_unfinished_req(req, chunked=upto < length)
         world.pool.spans.check_integrity()
         done = upto
-    return req, done, held
+    if done == length:
+        world.live.append(req)
+    return held
+
+
+def run(lives, tokens: list[int], knob: dict):
+    """Prefill a prompt: its request, which decodes then, and blocks held after every chunk."""
+    req = lives.world.request(tokens, knob)
+    return req, prefill(lives, req, lives.world.admit(req))
 
 
 def report(req) -> dict:
@@ -80,8 +91,7 @@ def report(req) -> dict:
 def test_a_prompt_three_times_the_pool_holds_its_bound(small_lives, policy):
     world = small_lives.world
     assert len(PROMPT) > 3 * world.tokens
-    req, _, held = prefill(small_lives, PROMPT, KNOB | policy)
-    world.live.append(req)
+    req, held = run(small_lives, PROMPT, KNOB | policy)
     small_lives.contents()
     assert max(held) <= BUDGET + BLOCK + 1
     assert blocks_held(world) == BUDGET + 1
@@ -99,8 +109,7 @@ def test_what_is_kept_by_position_is_as_if_it_was_compressed_at_its_end(lives):
     kept = []
     for knob in ({}, {"prefill_block": None}):
         knob = KNOB | {"policy": "streaming-llm", "part": None, "recent": 6} | knob
-        req, _, _ = prefill(lives, PROMPT, knob)
-        lives.world.live.append(req)
+        req, _ = run(lives, PROMPT, knob)
         kept.append(lives.positions(req))
         end(lives.world, req, is_insert=False)
     assert kept[0] == kept[1]
@@ -138,38 +147,23 @@ def test_scores_stay_with_their_keys(lives):
 @pytest.mark.parametrize("chunks", range(8))
 def test_an_abort_in_mid_prompt_leaks_nothing(small_lives, chunks):
     world = small_lives.world
-    knob = KNOB | {"prefix_tokens": 5}
-    stop = None
-    req = world.request(PROMPT, knob)
-    done = world.admit(req)
-    for _ in range(chunks):
-        stop = done + world.cache.room_before_cut(req)
-        assert world.prefill(req, done, stop)
-        world.cache.cache_unfinished_req(req, chunked=True)
-        done = stop
-    world.give_up(req, done)
+    req = world.request(PROMPT, KNOB | {"prefix_tokens": 5})
+    world.admit(req)
+    prefill(small_lives, req, 0, stop=14 * chunks, sizes=[14] * 2 * chunks)
+    world.give_up(req, len(req.prefix_indices))
     small_lives.accounting()
     assert blocks_held(world) == 0
 
 
 def test_a_retracted_request_begins_again_within_its_bound(small_lives):
     world = small_lives.world
-    req, _, _ = prefill(small_lives, PROMPT, KNOB)
-    world.live.append(req)
+    req, _ = run(small_lives, PROMPT, KNOB)
     world.decode()
     world.live.remove(req)
     world.retract(req)
     assert blocks_held(world) == 0
     assert Request.of(req).bounded is None
-    done, held = world.admit(req), []
-    while done < req.seqlen:
-        room = world.cache.room_before_cut(req)
-        upto = req.seqlen if room is None else done + room
-        assert world.prefill(req, done, upto)
-        held.append(blocks_held(world))
-        world.cache.cache_unfinished_req(req, chunked=upto < req.seqlen)
-        done = upto
-    world.live.append(req)
+    held = prefill(small_lives, req, world.admit(req))
     assert max(held) <= BUDGET + BLOCK + 1
 
 
@@ -177,22 +171,14 @@ def test_chunks_that_end_anywhere_keep_the_bound(small_lives):
     """Where memory is short SGLang cuts a chunk wherever it ends."""
     world = small_lives.world
     req = world.request(PROMPT, KNOB)
-    done, sizes = world.admit(req), iter([7, 3, 9, 5] * 20)
-    while done < len(PROMPT):
-        room = world.cache.room_before_cut(req) or len(PROMPT) - done
-        upto = done + min(room, next(sizes))
-        assert world.prefill(req, done, upto)
-        assert blocks_held(world) <= BUDGET + BLOCK + 1
-        world.cache.cache_unfinished_req(req, chunked=upto < len(PROMPT))
-        done = upto
-    world.live.append(req)
+    held = prefill(small_lives, req, world.admit(req), sizes=[7, 3, 9, 5] * 20)
+    assert max(held) <= BUDGET + BLOCK + 1
     assert report(req)["prefill"]["compressed"] == 7
 
 
 def test_prefix_tokens_are_shared_and_not_counted(lives):
     world, knob = lives.world, KNOB | {"prefix_tokens": 13}
-    first, _, held = prefill(lives, PROMPT, knob)
-    world.live.append(first)
+    first, held = run(lives, PROMPT, knob)
     assert max(held) <= 3 + BUDGET + BLOCK + 1
     second = world.request([*PROMPT[:12], *PROMPT], knob)
     assert world.admit(second) == 12
@@ -205,19 +191,18 @@ def test_a_document_longer_than_the_pool_is_stored_and_read(small_lives):
     world = small_lives.world
     question = [7, 8, 9]
     knob = KNOB | {"question_tokens": 3}
-    req, _, held = prefill(small_lives, PROMPT[:-2] + question, knob)
-    world.live.append(req)
+    req, held = run(small_lives, PROMPT[:-2] + question, knob)
     assert max(held) <= BUDGET + BLOCK + 1
     small_lives.contents()
     (stored,) = world.cache.segments
     assert stored.segment.blocks == BUDGET
     end(world, req)
-    other = world.request(PROMPT[:-2] + [3, 2, 1], knob)
+    other = world.request([*PROMPT[:-2], 3, 2, 1], knob)
     assert world.admit(other) == stored.segment.end
     assert tokens_to_come(other, PAGE) is None
     world.give_up(other, 0)
     for different in ({"prefill_block": None}, {"prefill_block": 5 * PAGE}):
-        other = world.request(PROMPT[:-2] + [3, 2, 1], knob | different)
+        other = world.request([*PROMPT[:-2], 3, 2, 1], knob | different)
         assert world.admit(other) == 0
         world.give_up(other, 0)
     world.cache.evict(EvictParams(num_tokens=world.tokens))
@@ -228,16 +213,11 @@ def test_who_comes_second_to_a_document_reads_what_the_first_has_stored(lives):
     world = lives.world
     knob = KNOB | {"question_tokens": 2}
     prompt = [*range(40), 7, 8]
-    late, done, _ = prefill(lives, prompt, knob, stop=20)
-    first, _, _ = prefill(lives, prompt, knob)
-    world.live.append(first)
-    while done < len(prompt):
-        room = world.cache.room_before_cut(late)
-        upto = len(prompt) if room is None else done + room
-        assert world.prefill(late, done, upto)
-        world.cache.cache_unfinished_req(late, chunked=upto < len(prompt))
-        done = upto
-    world.live.append(late)
+    late = world.request(prompt, knob)
+    world.admit(late)
+    prefill(lives, late, 0, stop=24)
+    first, _ = run(lives, prompt, knob)
+    prefill(lives, late, 24)
     assert Request.of(late).stored is Request.of(first).stored
     assert Request.of(late).stored.readers == 2
     assert blocks_held(world) == BUDGET + 2
@@ -296,26 +276,3 @@ def test_one_state_for_each_head_where_heads_differ(lives):
         world.give_up(req, len(found[power][0, 0]))
     weights = profile / profile.mean()
     torch.testing.assert_close(found[1.0], found[0.0] * weights[..., None])
-
-
-@pytest.mark.parametrize(
-    ("knob", "told"),
-    [
-        ({"recompress_every": 8}, "recompress_every"),
-        ({"explain": True}, "explain"),
-        ({"rate": None, "on_pressure": 4}, "on_pressure"),
-        ({"reuse": "both", "policy": "kv-compress"}, "turns"),
-        ({"policy": "r-kv"}, "scorer r-kv needs the whole prompt"),
-        ({"policy": "keyformer"}, "attention-window"),
-        ({"policy": "ada-kv"}, "apportioner adaptive"),
-        ({"policy": "kv-compress", "window": 64}, "at least the window"),
-    ],
-)
-def test_what_does_not_go_with_it_is_refused(knob, told):
-    with pytest.raises(SpecError, match=told) as error:
-        parse({"rate": 8, "prefill_block": 48} | knob)
-    assert error.value.field == "prefill_block"
-
-
-def test_the_default_policy_asks_no_question():
-    assert parse({"rate": 8, "prefill_block": 256}).policy == "virtual-repeat"

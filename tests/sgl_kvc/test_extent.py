@@ -179,3 +179,26 @@ def test_a_bounded_prefill_stops_before_it_holds_more(size, prompt, page, block,
     most = max(most, held + prompt - done)
     assert most <= extent.bound * page
     assert extent.bound * page <= kept + max(extent.prefill_block, question) + 2 * page
+
+
+@pytest.mark.parametrize(
+    ("knob", "told"),
+    [
+        ({"recompress_every": 8}, "recompress_every"),
+        ({"explain": True}, "explain"),
+        ({"rate": None, "on_pressure": 4}, "on_pressure"),
+        ({"reuse": "both", "policy": "kv-compress"}, "turns"),
+        ({"policy": "r-kv"}, "scorer r-kv needs the whole prompt"),
+        ({"policy": "keyformer"}, "attention-window"),
+        ({"policy": "ada-kv"}, "apportioner adaptive"),
+        ({"policy": "kv-compress", "window": 64}, "at least the window"),
+    ],
+)
+def test_what_does_not_go_with_prefill_block_is_refused(knob, told):
+    with pytest.raises(SpecError, match=told) as error:
+        parse({"rate": 8, "prefill_block": 48} | knob)
+    assert error.value.field == "prefill_block"
+
+
+def test_a_prompt_that_is_compressed_while_it_comes_in_is_not_asked_a_question():
+    assert parse({"rate": 8, "prefill_block": 256}).policy == "virtual-repeat"
