@@ -236,5 +236,5 @@ def _method(family: str, name: str, function: str, spec: CompressionSpec) -> Met
     return Method(
         functools.partial(getattr(module, function), **parameters),
         *(other and functools.partial(other, **parameters) for other in others),
-        getattr(module, "keep", None),
+        keep=getattr(module, "keep", None),
     )

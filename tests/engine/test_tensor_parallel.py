@@ -18,6 +18,9 @@ KNOBS = [
     {"rate": 4, "scorer": "attention-window", "apportioner": "uniform", "half_life": 3.0},
     {"rate": 4, "scorer": "virtual-repeat", "apportioner": "uniform", "leverage": 1.0},
     {"rate": 4, "policy": "snapkv", "reuse": "compressed", "hold_s": 600},
+    {"rate": 4, "scorer": "virtual-repeat", "apportioner": "uniform", "leverage": 1.0,
+     "prefill_block": 64},
+    {"rate": 4, "prefill_block": 48},
 ]
 APART, CHAT = 3, 7
 
@@ -66,6 +69,14 @@ def test_two_ranks_hold_what_one_holds(alone_and_parallel, number):
     assert parallel["kept_per_head"]["mean"] == alone["kept_per_head"]["mean"]
 
 
+def test_two_ranks_compress_at_the_same_places(alone_and_parallel):
+    """While a prompt comes in."""
+    for number, times in ((8, 3), (9, 4)):
+        alone, parallel = (answers[number]["kv_compression"] for answers in alone_and_parallel)
+        assert parallel["prefill"] == alone["prefill"]
+        assert alone["prefill"]["compressed"] == times
+
+
 def test_two_ranks_share_a_documents_segment(alone_and_parallel):
     """Another question on it is asked last but one."""
     for answers in alone_and_parallel:
@@ -79,7 +90,7 @@ def test_two_ranks_go_on_with_a_chats_turn(alone_and_parallel):
         assert answers[-1]["kv_compression"]["begun_with"] == 192
 
 
-@pytest.mark.parametrize("number", [0, 1, 4, 5, 6, 7, 9])
+@pytest.mark.parametrize("number", [0, 1, 4, 5, 6, 7, 8, 11])
 def test_where_ranks_do_not_compete_two_answer_as_one(alone_and_parallel, number):
     """Where every head keeps the same, it does not matter whose head it is."""
     alone, parallel = (answers[number] for answers in alone_and_parallel)

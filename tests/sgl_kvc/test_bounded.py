@@ -21,8 +21,9 @@ from tests.sgl_kvc.test_request import blocks_held
 
 #: 3 blocks are kept of 36, 4 come in at a time.
 BUDGET, BLOCK = 3, 4
-KNOB = {"budget": BUDGET * PAGE, "prefill_block": BLOCK * PAGE, "min_tokens": 0, "sinks": 1,
-        "recent": 2, "part": 16}  # fmt: skip
+SIZES = {"budget": BUDGET * PAGE, "prefill_block": BLOCK * PAGE, "min_tokens": 0, "sinks": 1,
+         "recent": 2}  # fmt: skip
+KNOB = SIZES | {"policy": "virtual-repeat", "part": 16}
 PROMPT = [100 + i for i in range(36 * PAGE - 30)]
 
 
@@ -59,7 +60,8 @@ def prefill(lives, req, done: int, stop: int | None = None, sizes: Iterable[int]
     Chunks have `sizes` at most.
     """
     world, length, held, most = lives.world, req.seqlen, [], iter(sizes)
-    while done < (stop or length):
+    stop = length if stop is None else stop
+    while done < stop:
         room = world.cache.room_before_cut(req)
         upto = length if room is None else done + room
         upto = min(upto, done + next(most, length))
@@ -85,13 +87,13 @@ def report(req) -> dict:
 
 @pytest.mark.parametrize(
     "policy",
-    [{}, {"policy": "kv-compress", "window": 3, "part": None}, {"policy": "h2o", "part": None},
-     {"policy": "streaming-llm", "part": None}],
+    [{"policy": "virtual-repeat", "part": 16}, {"policy": "kv-compress", "window": 3},
+     {"policy": "h2o"}, {"policy": "streaming-llm"}],
 )  # fmt: skip
 def test_a_prompt_three_times_the_pool_holds_its_bound(small_lives, policy):
     world = small_lives.world
     assert len(PROMPT) > 3 * world.tokens
-    req, held = run(small_lives, PROMPT, KNOB | policy)
+    req, held = run(small_lives, PROMPT, SIZES | policy)
     small_lives.contents()
     assert max(held) <= BUDGET + BLOCK + 1
     assert blocks_held(world) == BUDGET + 1
@@ -108,7 +110,7 @@ def test_a_prompt_three_times_the_pool_holds_its_bound(small_lives, policy):
 def test_what_is_kept_by_position_is_as_if_it_was_compressed_at_its_end(lives):
     kept = []
     for knob in ({}, {"prefill_block": None}):
-        knob = KNOB | {"policy": "streaming-llm", "part": None, "recent": 6} | knob
+        knob = SIZES | {"policy": "streaming-llm", "recent": 6} | knob
         req, _ = run(lives, PROMPT, knob)
         kept.append(lives.positions(req))
         end(lives.world, req, is_insert=False)
@@ -269,10 +271,10 @@ def test_one_state_for_each_head_where_heads_differ(lives):
         torch.manual_seed(0)
         req = world.request(PROMPT[:24], knob)
         world.admit(req)
-        assert world.prefill(req, 0, world.cache.room_before_cut(req))
+        assert world.prefill(req, 0, 24)
         scores = Request.of(req).scores
         assert isinstance(scores, HeldScores)
         found[power] = torch.stack([torch.stack(layer) for layer in scores._scores])
-        world.give_up(req, len(found[power][0, 0]))
+        world.give_up(req, 0)
     weights = profile / profile.mean()
     torch.testing.assert_close(found[1.0], found[0.0] * weights[..., None])
