@@ -232,9 +232,12 @@ def _method(family: str, name: str, function: str, spec: CompressionSpec) -> Met
     module = importlib.import_module(f"sgl_kvc.policy.{family}.{name.replace('-', '_')}")
     own = methods(family)[name].parameters
     parameters = {key: spec.parameters.get(key, p.default) for key, p in own.items()}
-    others = (getattr(module, key, None) for key in ("observe", "lift", "rescore"))
+
+    def other(name: str) -> Any:
+        found = getattr(module, name, None)
+        return found and functools.partial(found, **parameters)
+
     return Method(
         functools.partial(getattr(module, function), **parameters),
-        *(other and functools.partial(other, **parameters) for other in others),
-        keep=getattr(module, "keep", None),
-    )
+        other("observe"), other("lift"), other("rescore"), getattr(module, "keep", None),
+    )  # fmt: skip

@@ -71,10 +71,10 @@ def test_two_ranks_hold_what_one_holds(alone_and_parallel, number):
 
 def test_two_ranks_compress_at_the_same_places(alone_and_parallel):
     """While a prompt comes in."""
-    for number, times in ((8, 3), (9, 4)):
+    for number in (8, 9):
         alone, parallel = (answers[number]["kv_compression"] for answers in alone_and_parallel)
         assert parallel["prefill"] == alone["prefill"]
-        assert alone["prefill"]["compressed"] == times
+        assert alone["prefill"]["compressed"] == 3
 
 
 def test_two_ranks_share_a_documents_segment(alone_and_parallel):
