@@ -92,6 +92,15 @@ def test_many_at_once_share_the_pool(tight_server):
     assert_no_leak(tight_server)
 
 
+def test_several_answers_to_one_prompt(tight_server):
+    """SGLang shows the prompt to the cache first, by a request without an answer."""
+    ids = prompt(2 * POOL, seed="several")
+    found = tight_server.generate(ids, KNOB, max_new_tokens=8, ignore_eos=True, n=2)
+    assert [len(each["output_ids"]) for each in found] == [8, 8]
+    assert found[0]["output_ids"] == found[1]["output_ids"]
+    assert_no_leak(tight_server)
+
+
 def test_an_abort_in_mid_prompt_leaks_nothing(tight_server):
     ids = prompt(4000, seed="abort")
     for patience in (0.05, 0.2, 0.4):

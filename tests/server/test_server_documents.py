@@ -102,6 +102,17 @@ def test_a_client_cannot_keep_by_other_ways(gateway: Gateway) -> None:
     assert [each["pinned"] for each in new] == [False]
 
 
+def test_a_document_may_be_longer_than_the_worker_takes_at_once(gateway: Gateway) -> None:
+    """The worker says what its model's context allows."""
+    knob = {"rate": 8, "prefill_block": 256}
+    long = keep(gateway, input_ids=[5] * 100_000, kv_compression=knob)
+    assert long.status_code == 400
+    assert "context" in long.text
+    made = keep(gateway, text=document(7), kv_compression=knob)
+    assert made.status_code == 200, made.text
+    assert made.json()["blocks"] == -(-made.json()["tokens"] // 16 // 8)
+
+
 @pytest.mark.parametrize(
     ("body", "status", "code"),
     [

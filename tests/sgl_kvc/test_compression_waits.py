@@ -37,11 +37,13 @@ def lives(monkeypatch) -> Lives:
         {"policy": "cake"},
         {"recompress_every": 8},
         {"recompress_every": 8, "policy": "snapkv"},
+        {"prefill_block": 8, "window": 4},
+        {"prefill_block": 16, "policy": "virtual-repeat", "part": 16},
     ],
     ids=lambda more: " ".join(map(str, more.values())) or "kv-compress",
 )
 def test_nothing_waits(lives, more, monkeypatch):
-    knob = {"rate": 3, "min_tokens": 0} | more
+    knob = {"rate": 3, "min_tokens": 0, "policy": "kv-compress"} | more
     lives.start(family=0, shared=60, own=0, knob=knob, chunk=0, keep=True)
     with monkeypatch.context() as patch:
         if not torch.cuda.is_available():
