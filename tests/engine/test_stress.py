@@ -17,7 +17,8 @@ REQUESTS, AT_A_TIME = 500, 32
 KNOBS = [
     None, {"rate": 1}, {"rate": 2}, {"rate": 4}, {"rate": 8}, {"rate": 32},
     {"rate": 4, "question_tokens": 15}, {"budget": 96, "recompress_every": 32},
-    {"rate": 8, "policy": "h2o"},
+    {"rate": 8, "policy": "h2o"}, {"rate": 8, "prefill_block": 256, "policy": "kv-compress"},
+    {"budget": 96, "prefill_block": 128, "question_tokens": 15},
 ]  # fmt: skip
 
 

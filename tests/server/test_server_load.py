@@ -60,7 +60,8 @@ def running(gateway: Gateway) -> tuple[int, int]:
 def test_the_prediction_is_what_the_worker_reports(gateway: Gateway) -> None:
     text = "the old river waits near the quiet village . " * 60
     knobs = [{"rate": 1}, {"rate": 4}, {"rate": 8, "prefix_tokens": 100}, {"budget": 64},
-             {"rate": 8, "question_tokens": 20}, {"rate": 4, "recompress_every": 4096}]  # fmt: skip
+             {"rate": 8, "question_tokens": 20}, {"rate": 4, "recompress_every": 4096},
+             {"budget": 64, "prefill_block": 64}]  # fmt: skip
     with gateway.client() as client:
         tokens = client.post("/v1/tokenize", json={"prompt": text}).json()["tokens"]
         for number, knob in enumerate(knobs):
