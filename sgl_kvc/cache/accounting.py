@@ -8,10 +8,15 @@ from collections.abc import Iterator
 
 
 class Compactions:
-    """Compactions since they were last taken: how many, and their seconds."""
+    """Compactions since they were last taken: how many, and their seconds.
+
+    Attributes
+    ----------
+    total : of all times.
+    """
 
     def __init__(self) -> None:
-        self._count, self._seconds = 0, 0.0
+        self._count, self._seconds, self.total = 0, 0.0, 0
 
     @contextlib.contextmanager
     def timed(self) -> Iterator[None]:
@@ -21,6 +26,7 @@ class Compactions:
             yield
         finally:
             self._count += 1
+            self.total += 1
             self._seconds += time.perf_counter() - begin
 
     def take(self) -> tuple[int, float]:

@@ -38,8 +38,8 @@ class PrefixCache(Protocol):
     def compress(self, req: Req) -> bool:
         """Compress the prompt of `req`, whose scores are complete; whether that was done."""
 
-    def recompress(self, req: Req) -> None:
-        """Compress what `req` holds again, if that is due."""
+    def recompress(self, req: Req) -> bool:
+        """Compress what `req` holds again, if that is due; whether that was done."""
 
     def free_tokens(self) -> int:
         """What is free or can be evicted."""

@@ -183,9 +183,10 @@ def _at_cut(req: Req, extent: Extent) -> bool:
 def _loss(cache: PrefixCache, request: Request, extent: Extent) -> str | None:
     """Why compressing would take more memory than it frees; None where it does not.
 
-    A request that is compressed again while it decodes needs blocks of its own in any case.
+    A request that is compressed again while it decodes needs blocks of its own in any case, but
+    not where memory is short.
     """
-    if request.goes_on or request.spec.force:
+    if request.spec.force or (request.goes_on and not request.spec.on_pressure):
         return None
     begin, end = extent.begin // cache.page_size, extent.end // cache.page_size
     held = cache.sharing.share(request, begin, end)

@@ -82,7 +82,7 @@ def recompress(cache: PrefixCache, req: Req) -> bool:
     if spec.continual == "rescored" and _is_first_due(request, page, length + spec.window):
         with cache.behind_forward():
             _forget_attention(cache, req, segment, length)
-    blocks = _blocks_due(request, page, length)
+    blocks = blocks_due(request, page, length)
     if blocks is None:
         return False
     end = length // page * page
@@ -115,7 +115,7 @@ def recompress(cache: PrefixCache, req: Req) -> bool:
     return True
 
 
-def _blocks_due(request: Request, page: int, length: int) -> int | None:
+def blocks_due(request: Request, page: int, length: int) -> int | None:
     """Blocks to compress to at a `length`; None where it is too early or nothing would be freed."""
     spec, segment = request.spec, request.segment
     assert segment is not None
@@ -127,7 +127,7 @@ def _blocks_due(request: Request, page: int, length: int) -> int | None:
 
 def _is_first_due(request: Request, page: int, length: int) -> bool:
     """Whether it is due at this length, and not before."""
-    due = (_blocks_due(request, page, each) is not None for each in (length - 1, length))
+    due = (blocks_due(request, page, each) is not None for each in (length - 1, length))
     return tuple(due) == (False, True)
 
 

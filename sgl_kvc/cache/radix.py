@@ -15,7 +15,7 @@ What a request's row of ``req_to_token`` holds, by position::
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING
 
@@ -172,7 +172,7 @@ class CompressingRadixCache(SegmentRadixCache, PrefixCache):
             request.remember_states(req, self.states)
             if not request.spec.on_pressure:
                 self.compress(req)
-            elif isinstance(request.scores, PromptScores):
+            elif isinstance(request.scores, PromptScores) and not request.goes_on:
                 request.scores.settle()
             req.prefix_indices = self.row_slots(req)[:done].to(torch.int64, copy=True)
 
@@ -241,14 +241,17 @@ class CompressingRadixCache(SegmentRadixCache, PrefixCache):
         finally:
             self._promised = 0
 
-    def recompress(self, req: Req) -> None:
-        with self.compactions.timed():
-            self._released |= continual.recompress(self, req)
+    def recompress(self, req: Req) -> bool:
+        return self._timed(continual.recompress, req)
 
     def compress(self, req: Req) -> bool:
+        return self._timed(compress, req)
+
+    def _timed(self, how: Callable[[PrefixCache, Req], bool], req: Req) -> bool:
         with self.compactions.timed():
-            done = compress(self, req)
-        self._released |= done
+            done = how(self, req)
+        if done:
+            self._released, Request.of(req).compressed_at = True, self.compactions.total
         return done
 
     def point_row(self, req: Req, segment: Segment) -> None:

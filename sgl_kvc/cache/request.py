@@ -76,6 +76,7 @@ class Request:
     found : the entry that it was last matched with; None if there was none.
     bounded : what its prefill has held at most, if that is bounded and has begun; else None.
     input_limit : tokens that its prompt may have, if that is more than the pool's; else None.
+    compressed_at : when it was last compressed, counted in the cache's compactions; else 0.
     report : what the response will tell; None before the prefill.
     block_digests : of every whole block of the prompt, chained, so that equal digests mean equal
         prefixes; empty while the request holds no memory.
@@ -99,6 +100,7 @@ class Request:
         self.begun: int | None = None
         self.bounded: BoundedPrefill | None = None
         self.input_limit: int | None = None
+        self.compressed_at = 0
         self.report: Report | None = None
         self.block_digests: list[Hashable] = []
         self._states_key: tuple[int, tuple[Hashable, ...]] | None = None
@@ -223,6 +225,7 @@ class Request:
         """Forget everything that belongs to memory the request no longer holds."""
         self.row = self.extent = self.scores = self.known = self.states = self.segment = None
         self.stored = self.found = self.begun = self.bounded = None
+        self.compressed_at = 0
         self.block_digests = []
 
 

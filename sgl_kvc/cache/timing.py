@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from sglang.srt.mem_cache.common import maybe_cache_unfinished_req
 
 from sgl_kvc.cache.base import PrefixCache
+from sgl_kvc.cache.continual import blocks_due
 from sgl_kvc.cache.held_scores import HeldScores
 from sgl_kvc.cache.request import Request, decodes
 
@@ -20,7 +21,7 @@ def compress_due(cache: PrefixCache, reqs: Sequence[Req]) -> None:
     for req in reqs:
         request = Request.of(req)
         if request.segment is not None:
-            if request.goes_on:
+            if request.goes_on and not request.spec.on_pressure:
                 cache.recompress(req)
             elif isinstance(request.scores, HeldScores) and request.scores.complete:
                 maybe_cache_unfinished_req(req, cache)
@@ -34,10 +35,11 @@ def compress_due(cache: PrefixCache, reqs: Sequence[Req]) -> None:
 
 
 def relieve(cache: PrefixCache, reqs: Sequence[Req], promised: int, *, once: bool) -> bool:
-    """Compress, the oldest first, requests that wait until memory is short.
+    """Compress requests that wait until memory is short, the least recently compressed first.
 
-    Until what is free besides `promised` is enough for another step and to compress into, so that
-    there is always room for that.
+    Those that are whole, the oldest first; then again those that have gone on so long
+    (`recompress_every`). Until what is free besides `promised` is enough for another step and to
+    compress into, so that there is always room for that.
 
     Parameters
     ----------
@@ -49,15 +51,31 @@ def relieve(cache: PrefixCache, reqs: Sequence[Req], promised: int, *, once: boo
     -------
     done : whether one was compressed.
     """
-    waiting, done = [req for req in reqs if Request.of(req).waits_for_pressure(req)], False
-    while waiting and (once or cache.free_tokens() < promised + _reserve(cache, waiting, reqs)):
-        done |= cache.compress(waiting.pop(0))
+    waiting = {req: blocks for req in reqs if (blocks := _blocks_on_pressure(cache, req))}
+    order, done = sorted(waiting, key=lambda req: Request.of(req).compressed_at), False
+    while order and (
+        once or cache.free_tokens() < promised + _reserve(cache, waiting, reqs)
+    ):
+        req = order.pop(0)
+        whole = Request.of(req).segment is None
+        done |= cache.compress(req) if whole else cache.recompress(req)
+        del waiting[req]
         if once and done:
             break
     return done
 
 
-def _reserve(cache: PrefixCache, waiting: Sequence[Req], reqs: Sequence[Req]) -> int:
+def _blocks_on_pressure(cache: PrefixCache, req: Req) -> int | None:
+    """Blocks that `req` would be compressed to now, if it waits for that; else None."""
+    request = Request.of(req)
+    if request.waits_for_pressure(req):
+        assert request.extent is not None
+        return request.extent.segment_blocks
+    if request.segment is not None and request.spec.on_pressure and request.goes_on:
+        return blocks_due(request, cache.page_size, req.kv_committed_len)
+    return None
+
+
+def _reserve(cache: PrefixCache, waiting: Mapping[Req, int], reqs: Sequence[Req]) -> int:
     """Tokens for the step after the next, and to compress one that waits."""
-    extents = [extent for req in waiting if (extent := Request.of(req).extent) is not None]
-    return (len(reqs) + max(extent.segment_blocks for extent in extents)) * cache.page_size
+    return (len(reqs) + max(waiting.values())) * cache.page_size

@@ -64,7 +64,8 @@ class CompressionSpec:
     force : compress even where the copy takes more memory than it frees, because most of the
         prompt is shared with others that run; then the result depends on the request alone.
     recompress_every : decoded tokens after which segment and tail are compressed again, by what
-        `continual` says (attention: arXiv 2410.00161, eq. 20); 0 is never.
+        `continual` says (attention: arXiv 2410.00161, eq. 20); 0 is never. With `on_pressure`
+        only if memory is short again by then.
     prefill_block : tokens after which what has come in of a prompt is compressed, while it is
         prefilled; 0 is at its end. So much and the budget is what it holds then at most.
     hold_s : seconds for which the prefix cache keeps what the request leaves, longer than what

@@ -141,9 +141,9 @@ def _reason_to_skip(
     """Why `blocks` whole blocks cannot be compressed as asked; None when they can.
 
     With `recompress_every`, a prompt that has nothing to remove yet still gets blocks of its own,
-    since those it shares cannot be compressed later.
+    since those it shares cannot be compressed later; not under pressure.
     """
-    if spec.recompress_every:
+    if spec.recompress_every and not spec.on_pressure:
         return None
     if prompt_tokens < spec.min_tokens:
         return (

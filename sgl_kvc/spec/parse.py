@@ -104,9 +104,13 @@ def parse(knob: Any, *, max_rate: float = MAX_RATE) -> CompressionSpec:
 
 def _check_on_pressure(values: Mapping[str, Any]) -> None:
     """Raise SpecError beside what says by itself when a request is compressed."""
-    for field in ("recompress_every", "question", "question_tokens"):
+    for field in ("question", "question_tokens"):
         if values.get(field):
             raise SpecError(ON_PRESSURE, f"leaves the time open, and {field} says it")
+    scorer = methods("scorers")[values["scorer"]]
+    if values.get("recompress_every") and scorer.continual == "rescored":
+        problem = f"scorer {scorer.name} has to know beforehand when it compresses again"
+        raise SpecError("recompress_every", problem)
     if values.get("reuse", "full") != "full":
         raise SpecError(ON_PRESSURE, "leaves nothing compressed for a next turn")
 

@@ -11,7 +11,9 @@ from tests.servers import Engine, assert_no_leak
 REQUESTS = 12
 
 
-def crowd(server: Engine, name: str, knob: dict | None) -> tuple[list[dict], int, int]:
+def crowd(
+    server: Engine, name: str, knob: dict | None, answer: int = 80
+) -> tuple[list[dict], int, int]:
     """Answers of requests that come at once; how many decoded together; how many retractions."""
     with server.client() as client:
         client.post("/flush_cache", params={"timeout": 30}).raise_for_status()
@@ -19,7 +21,7 @@ def crowd(server: Engine, name: str, knob: dict | None) -> tuple[list[dict], int
 
     def ask(number: int) -> dict:
         ids = prompt(600, seed=f"{name} {number}")
-        return server.generate(ids, knob, max_new_tokens=80, ignore_eos=True)
+        return server.generate(ids, knob, max_new_tokens=answer, ignore_eos=True)
 
     with ThreadPoolExecutor(REQUESTS) as pool:
         answers = list(pool.map(ask, range(REQUESTS)))
@@ -51,3 +53,14 @@ def test_with_memory_enough_nothing_is_compressed(server):
     assert free["output_ids"] == plain["output_ids"]
     report = free["kv_compression"]
     assert (report["rate"], report["on_pressure"], report["skipped"]) == (1, 4, None)
+
+
+def test_long_answers_are_compressed_again_instead_of_retracted(small_server):
+    """Compressed once, 12 requests of 150 + 400 tokens are more than the pool holds."""
+    knob = {"on_pressure": 4, "recompress_every": 64}
+    answers, _, retracted = crowd(small_server, "again", knob, answer=400)
+    assert [len(answer["output_ids"]) for answer in answers] == [400] * REQUESTS
+    assert retracted == 0
+    again = [answer["kv_compression"].get("decode", {}).get("recompressed") for answer in answers]
+    assert sum(bool(times) for times in again) >= REQUESTS // 2
+    assert_no_leak(small_server)

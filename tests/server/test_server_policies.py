@@ -43,7 +43,7 @@ def test_a_policy_lists_what_a_request_gets() -> None:
         try:
             able = parse(knob | {"prefill_block": 4096}).prefill_block == 4096
         except SpecError as error:
-            able = error.field != "prefill_block"
+            able = error.name != "prefill_block"
         assert able == policy["blockwise"]
 
 

@@ -190,14 +190,13 @@ class Lives(RuleBasedStateMachine):
         found = []
         for layer, pages in enumerate(batch.head_pages):
             for head in range(HEADS):
-                mine = (pages.owner == head).nonzero().flatten()
-                lengths = (~pages.absent[mine]).sum(1).tolist()
-                spans = list(zip(pages.page[mine].tolist(), lengths, strict=True))
-                keys = torch.cat([world.pool.flat_k[page, :n] for page, n in spans])
-                values = torch.cat([world.pool.flat_v[page, :n] for page, n in spans])
+                mine = pages.owner == head
+                held, mine = ~pages.absent[mine], pages.page[mine]
+                keys, values = world.pool.flat_k[mine][held], world.pool.flat_v[mine][held]
                 assert torch.equal(keys, -values)
-                all_keys = expected[:, layer, head]
-                found.append([int((all_keys == key).all(-1).nonzero()[0]) for key in keys])
+                same = (keys[:, None] == expected[:, layer, head]).all(-1)
+                assert bool(same.any(1).all()), "a KV of somebody else"
+                found.append(same.int().argmax(1).tolist())
                 assert found[-1] == sorted(set(found[-1]))
         return found
 

@@ -197,7 +197,7 @@ def test_a_bounded_prefill_stops_before_it_holds_more(size, prompt, page, block,
 def test_what_does_not_go_with_prefill_block_is_refused(knob, told):
     with pytest.raises(SpecError, match=told) as error:
         parse({"rate": 8, "prefill_block": 48} | knob)
-    assert error.value.field == "kv_compression.prefill_block"
+    assert error.value.name == "prefill_block"
 
 
 def test_a_prompt_that_is_compressed_while_it_comes_in_is_not_asked_a_question():

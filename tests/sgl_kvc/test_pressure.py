@@ -90,6 +90,48 @@ def test_nobody_is_retracted_who_can_be_compressed(checked_lives):
     checked_lives.contents()
 
 
+def test_they_are_compressed_again_the_least_recently_compressed_first(checked_lives):
+    world = checked_lives.world
+    reqs = [start(world, number, recompress_every=2 * PAGE) for number in (1, 2, 3)]
+    for _ in reqs:
+        assert world.cache.relieve(world.live, 0, once=True)
+    assert all(map(compressed, reqs))
+    assert not world.cache.relieve(world.live, 0, once=True), "nobody has gone on since"
+    for _ in range(3 * PAGE):
+        world.decode()
+    assert [report(req)["decode"]["recompressed"] for req in reqs] == [0, 0, 0]
+    for times in ([1, 0, 0], [1, 1, 0], [1, 1, 1]):
+        before = blocks_held(world)
+        assert world.cache.relieve(world.live, 0, once=True)
+        assert [report(req)["decode"]["recompressed"] for req in reqs] == times
+        assert before - blocks_held(world) == 2, "2 and 3 blocks become 3"
+        checked_lives.contents()
+    assert not world.cache.relieve(world.live, 0, once=True)
+
+
+@pytest.mark.parametrize("policy", ["streaming-llm", "kv-compress", "h2o"])
+@pytest.mark.parametrize("again", [False, True])
+def test_long_answers_stay_where_they_may_be_compressed_again(checked_lives, policy, again):
+    world, retracted = checked_lives.world, 0
+    more = {"recompress_every": 2 * PAGE} if again else {}
+    more |= {"policy": policy} | ({"window": 2} if policy == "kv-compress" else {})
+    reqs = [start(world, number, **more) for number in range(1, 5)]
+    for _ in range(20 * PAGE):
+        retracted += len(world.decode())
+        checked_lives.accounting()
+    assert bool(retracted) is not again
+    if again:
+        assert all(report(req)["decode"]["recompressed"] >= 2 for req in reqs)
+
+
+def test_a_prompt_that_gains_nothing_is_not_copied_under_pressure(checked_lives):
+    """Compression in decode gives every prompt blocks of its own; not where memory is short."""
+    world = checked_lives.world
+    req = run(world, list(range(PAGE)), KNOB | {"recompress_every": PAGE})
+    assert not world.cache.relieve(world.live, 0, once=True)
+    assert "nothing to remove" in report(req)["skipped"]
+
+
 def test_without_it_they_are_retracted(checked_lives):
     world = checked_lives.world
     for number in range(1, 5):
@@ -128,7 +170,8 @@ def test_what_it_saw_of_all_queries_is_remembered_whole(checked_lives):
     [
         ({"rate": 2}, "on_pressure"), ({"budget": 64}, "budget"), ({"max_rate": 8}, "max_rate"),
         ({"question_tokens": 3}, "on_pressure"), ({"question": "last_message"}, "on_pressure"),
-        ({"recompress_every": 16}, "on_pressure"), ({"reuse": "both"}, "on_pressure"),
+        ({"recompress_every": 16, "policy": "r-kv"}, "recompress_every"),
+        ({"reuse": "both"}, "on_pressure"),
         ({"on_pressure": 0.5}, "on_pressure"), ({"on_pressure": 2000}, "on_pressure"),
     ],
 )  # fmt: skip
