@@ -97,16 +97,14 @@ def test_they_are_compressed_again_the_least_recently_compressed_first(checked_l
         assert world.cache.relieve(world.live, 0, once=True)
     assert all(map(compressed, reqs))
     assert not world.cache.relieve(world.live, 0, once=True), "nobody has gone on since"
-    for _ in range(3 * PAGE):
-        world.decode()
-    assert [report(req)["decode"]["recompressed"] for req in reqs] == [0, 0, 0]
-    for times in ([1, 0, 0], [1, 1, 0], [1, 1, 1]):
+    for times in ([1, 0, 0], [1, 1, 0], [1, 1, 1], [2, 1, 1]):
+        for _ in range(2 * PAGE):
+            world.decode()  # all are due again, and those that were not chosen before, too
         before = blocks_held(world)
         assert world.cache.relieve(world.live, 0, once=True)
         assert [report(req)["decode"]["recompressed"] for req in reqs] == times
-        assert before - blocks_held(world) == 2, "2 and 3 blocks become 3"
+        assert blocks_held(world) < before
         checked_lives.contents()
-    assert not world.cache.relieve(world.live, 0, once=True)
 
 
 @pytest.mark.parametrize("policy", ["streaming-llm", "kv-compress", "h2o"])
