@@ -13,6 +13,7 @@ import torch
 from kvc_kernels.pages import page_ids
 
 from sgl_kvc.policy.base import LayerContext, scorer
+from sgl_kvc.policy.kvs import PromptKVs
 from sgl_kvc.policy.scores import QueryWindows
 from sgl_kvc.pool.arena import ArenaKVPool
 from sgl_kvc.pool.segment import Segment
@@ -119,8 +120,7 @@ class HeldScores:
             layer=layer,
             layers=len(self._scores),
             queries=queries,
-            keys=keys[:held, None],
-            values=values[:held, None],
+            kvs=PromptKVs.of(keys[:held, None], values[:held, None]),
             scale=scale,
             spec=self._spec,
             tokens=nth[:0],  # whose they are is not known

@@ -33,8 +33,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from kvc_kernels.score import causal_attention, window_attention
+from kvc_kernels.score import causal_attention, smooth, window_attention, window_scores
+from kvc_kernels.windows import Window
 
+from sgl_kvc.policy.kvs import PromptKVs
 from sgl_kvc.spec import CompressionSpec, methods
 
 #: Minimum of a head's profile / the mean, so that scores of such heads stay ordered.
@@ -67,11 +69,20 @@ class ModelFacts:
     head_profile: torch.Tensor | None = None
 
     def head_weights(self, power: float) -> torch.Tensor | None:
-        """float32 [L, H], (the head's profile / the mean) to a power; None without a profile."""
+        """float32 [L, H], (the head's profile / the mean) to a power; None without a profile.
+
+        Kept, as every layer or prompt asks for the same.
+        """
         if self.head_profile is None:
             return None
-        share = self.head_profile.float() / self.head_profile.float().mean()
-        return share.nan_to_num(1.0).clamp(min=_MIN_WEIGHT) ** power
+        if power not in self._weights:
+            share = self.head_profile.float() / self.head_profile.float().mean()
+            self._weights[power] = share.nan_to_num(1.0).clamp(min=_MIN_WEIGHT) ** power
+        return self._weights[power]
+
+    @functools.cached_property
+    def _weights(self) -> dict[float, torch.Tensor]:
+        return {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,8 +94,8 @@ class LayerContext:
     layer, layers : index among the layers this rank holds, and their number.
     queries : [w, H*G, D], the last ``w = min(spec.window, n)`` queries, rotated; query head
         ``h*G + g`` reads KV head ``h``. For ``observe``, the chunk's.
-    keys, values : [n, H, D] and [n, H, Dv], rotated keys; the queries are those of the last
-        positions. For ``observe``, up to the chunk's end.
+    kvs : keys and values; the queries are those of the last positions. For ``observe``, up to
+        the chunk's end.
     scale : factor on the attention logits.
     spec : the request's knob.
     tokens : int64 [n], token ids.
@@ -96,13 +107,13 @@ class LayerContext:
     previous : for ``score``, what it returned for the layer before; None for the first.
     scores : for an apportioner's ``observe``, what ``score`` returned for this layer.
     last_chunk : for `observe`, whether no chunk follows.
+    together : for ``score``, window attention that is computed for a batch of prompts at once.
     """
 
     layer: int
     layers: int
     queries: torch.Tensor
-    keys: torch.Tensor
-    values: torch.Tensor
+    kvs: PromptKVs
     scale: float
     spec: CompressionSpec
     tokens: torch.Tensor
@@ -113,17 +124,77 @@ class LayerContext:
     previous: torch.Tensor | None = None
     scores: torch.Tensor | None = None
     last_chunk: bool = True
+    together: Callable[..., torch.Tensor] | None = None
+
+    @property
+    def length(self) -> int:
+        """n."""
+        return self.kvs.length
+
+    @property
+    def heads(self) -> int:
+        """H."""
+        return self.kvs.heads
+
+    @property
+    def device(self) -> torch.device:
+        return self.kvs.device
+
+    @property
+    def keys(self) -> torch.Tensor:
+        """[n, H, D], rotated; asking for them copies them out of the cache, as for values."""
+        return self.kvs.keys
+
+    @property
+    def values(self) -> torch.Tensor:
+        """[n, H, Dv]."""
+        return self.kvs.values
 
     @property
     def forced(self) -> int:
         """How many of the window's own keys a scorer may put first, whatever they score."""
         return forced_recent(self.queries.shape[0], self.kept)
 
-    def window_attention(self, power: int = 1, **how: Any) -> torch.Tensor:
-        """float32 [H, n], attention every key gets (`kvc_kernels.score.window_attention`)."""
-        return window_attention(
+    def window_attention(
+        self,
+        power: int = 1,
+        *,
+        group: str = "sum",
+        excluded: int = 0,
+        pool: int = 1,
+        pooling: str = "max",
+        half_life: float = 0.0,
+    ) -> torch.Tensor:
+        """float32 [H, n], attention every key gets, that of neighbours taken into account.
+
+        On a GPU keys are read where they lie, and what a scorer asks is computed for all prompts
+        of the batch that have the same one.
+
+        Parameters
+        ----------
+        power, group, excluded : see `kvc_kernels.score.window_attention`.
+        pool, pooling, half_life : see `kvc_kernels.score.smooth`; the queries' own keys are not
+            pooled.
+        """
+        smoothing = {"pool": pool, "pooling": pooling, "half_life": half_life}
+        how = {"group": group, "excluded": excluded}
+        if self.together is not None:
+            return self.together(power, **how, **smoothing)
+        if self.kvs.layer_k is not None:
+            (scores,) = window_scores(
+                [self.window], self.kvs.layer_k, self.scale, power, **how, **smoothing
+            )
+            return scores
+        scores = window_attention(
             self.queries, self.keys, self.scale, power, lse=self._exact_lse, **how
         )
+        return smooth(scores, len(self.queries), **smoothing)
+
+    @property
+    def window(self) -> Window:
+        """The queries, and where their keys lie."""
+        assert self.kvs.slots is not None
+        return Window(self.queries, self.kvs.slots, self._exact_lse)
 
     def causal_attention(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Attention itself, in blocks of queries (`kvc_kernels.score.causal_attention`)."""
@@ -137,7 +208,7 @@ class LayerContext:
         of the prefill is rounded otherwise when the prompt's beginning was cached, and which of
         them are kept would depend on it.
         """
-        return self.lse if self.keys.is_cuda else None
+        return self.lse if self.device.type == "cuda" else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -172,27 +243,6 @@ def forced_recent(recent: int, kept: int) -> int:
     fill the budget, and all heads would keep the same.
     """
     return min(recent, kept // 4)
-
-
-@dataclasses.dataclass(frozen=True)
-class PagesContext:
-    """What an apportioner sees.
-
-    Attributes
-    ----------
-    page_scores : float32 [L, H, C], the best score in each page, descending; protected
-        positions are above all others.
-    total : pages there are to give, a multiple of L * H.
-    page_size : KVs in a page.
-    statistics : float32 [L, K], what the apportioner's ``observe`` said of each layer.
-    facts : about the model.
-    """
-
-    page_scores: torch.Tensor
-    total: int
-    page_size: int
-    statistics: torch.Tensor | None = None
-    facts: ModelFacts = ModelFacts()
 
 
 @dataclasses.dataclass(frozen=True)

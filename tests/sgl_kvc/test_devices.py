@@ -28,6 +28,7 @@ from sgl_kvc.cache.radix import CompressingRadixCache
 from sgl_kvc.cache.request import Request
 from sgl_kvc.platform.allocator import TorchPagedAllocator
 from sgl_kvc.policy.base import ModelFacts
+from sgl_kvc.policy.kvs import PromptKVs
 from sgl_kvc.policy.scores import PromptScores
 from sgl_kvc.pool.arena import ArenaKVPool
 from sgl_kvc.report import Report
@@ -111,8 +112,8 @@ def prefilled(knob: dict, known: ModelFacts | None = None, *, chunks: tuple = ()
             for layer in range(LAYERS):
                 queries = torch.rand(end - begin, HEADS * GROUP, DIM)
                 lse = torch.rand(end - begin, HEADS * GROUP)
-                cached = torch.rand(2, end, HEADS, DIM).unbind()
-                scores.observe(layer, queries, end, lambda cached=cached: cached, 0.25, lse)
+                cached = PromptKVs.of(*torch.rand(2, end, HEADS, DIM).unbind())
+                scores.observe(layer, queries, cached, 0.25, lse)
     return request
 
 

@@ -59,12 +59,12 @@ def observe(
     queries, lse = context.queries, context.lse
     if lse is None:
         lse = causal_lse(queries, context.keys, context.scale)
-    scores = [torch.zeros(context.keys.shape[1], 0, device=context.keys.device)]
+    scores = [torch.zeros(context.heads, 0, device=context.device)]
     if context.state is not None:
         earlier: Reading = context.state
         scores.append(earlier.scores)
         queries, lse = torch.cat([earlier.queries, queries]), torch.cat([earlier.lse, lse])
-    first, read = context.keys.shape[0] - len(queries), len(queries)
+    first, read = context.length - len(queries), len(queries)
     if not context.last_chunk:
         read = read // part * part
     turn = _turn(context, shift)
@@ -131,4 +131,4 @@ def _turn(context: LayerContext, shift: int) -> tuple[torch.Tensor, torch.Tensor
     """Cosines and sines [R/2] of the rotation by `shift` positions."""
     assert context.facts.cos_sin is not None
     cos, sin = rotation_by(context.facts.cos_sin, shift)
-    return cos.to(context.keys.device), sin.to(context.keys.device)
+    return cos.to(context.device), sin.to(context.device)
