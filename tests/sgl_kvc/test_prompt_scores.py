@@ -85,6 +85,7 @@ class Methods:
 
     def observe(self, context: LayerContext) -> int:
         self.observed.append(context)
+        assert len(context.keys) == context.length
         return (context.state or 0) + len(context.queries)
 
     def weigh(self, context: LayerContext) -> torch.Tensor:

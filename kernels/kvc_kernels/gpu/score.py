@@ -165,7 +165,7 @@ def window_lse(
     queries = _checked(queries, layer_k, slots)
     (window, query_heads, _), heads, n = queries.shape, layer_k.shape[1], len(slots)
     group = query_heads // heads
-    blocks = _blocks(queries, window * group)
+    blocks = _blocks(queries)
     row_tiles = triton.cdiv(window * group, blocks["ROWS"])
     wanted = triton.cdiv(_PROGRAMS, row_tiles * heads)
     tiles = triton.cdiv(n, blocks["TILE"])
@@ -237,7 +237,7 @@ def window_attentions(
     found = WindowScores.empty(windows, heads, (query_begins, lse_begins, slot_begins), tables)
     # A mean needs all of a query's group in one tile, so there it is padded to a power of two.
     padded = triton.next_power_of_2(size) if group == "mean" else size
-    blocks = _blocks(queries, max(len(each) for each in checked) * padded)
+    blocks = _blocks(queries)
     if group == "mean":
         blocks["ROWS"] = max(blocks["ROWS"], padded)
     _window_attention[(triton.cdiv(max(found.lengths), blocks["TILE"]), heads, len(windows))](
@@ -264,10 +264,11 @@ def _checked(queries: torch.Tensor, layer_k: torch.Tensor, slots: torch.Tensor) 
     return queries.to(torch.promote_types(queries.dtype, layer_k.dtype))
 
 
-def _blocks(queries: torch.Tensor, rows: int) -> dict[str, int]:
+def _blocks(queries: torch.Tensor) -> dict[str, int]:
     """Rows of queries and keys of a tile, such that a few tiles fit in shared memory.
 
-    Float32 has no tensor cores, and with more than 16 rows its registers spill (sm_90, compiled).
+    The same for every window, so that none has to be compiled when it is first asked for. Float32
+    has no tensor cores, and with more than 16 rows its registers spill (sm_90, compiled).
     """
     dim = queries.shape[2]
     padded = max(16, triton.next_power_of_2(dim))
@@ -276,6 +277,6 @@ def _blocks(queries: torch.Tensor, rows: int) -> dict[str, int]:
     return {
         "D": dim,
         "D_PAD": padded,
-        "ROWS": max(16, min(max_rows, triton.next_power_of_2(rows))),
+        "ROWS": max(16, max_rows),
         "TILE": 64 if size <= 512 else 16,
     }

@@ -17,8 +17,8 @@ import torch
 import triton
 import triton.language as tl
 
-#: Positions of a row that a program reads at a time.
-_TILE = 2048
+#: Positions of a row that a program reads, or lifts, at a time.
+_TILE, _LIFTED = 2048, 64
 
 
 @triton.jit
@@ -218,7 +218,7 @@ def kept_positions(
     if total:
         _kept_kernel[(rows,)](
             scores, pages, positions, length // page_size, rows, begin,
-            P=page_size, ROWS=triton.next_power_of_2(rows), TILE=_tile(length),
+            P=page_size, ROWS=triton.next_power_of_2(rows), TILE=_TILE,
         )  # fmt: skip
     return positions
 
@@ -254,7 +254,7 @@ def compete(
     for digit in range(4):
         _compete_kernel[(rows,)](
             scores, weights, tables, last, length // page_size, per_group, groups, won, safe, limit,
-            DIGIT=digit, P=page_size, TILE=_tile(length),
+            DIGIT=digit, P=page_size, TILE=_TILE,
         )  # fmt: skip
     _share_kernel[(groups,)](
         pages, tables, last, per_group, groups, won, safe,
@@ -270,15 +270,10 @@ def protect(
     (rows, length), lifted = scores.shape, max(sinks, recent)
     if lifted <= 0 or not length:
         return
-    tile = min(256, triton.next_power_of_2(lifted))
-    grid = (rows, triton.cdiv(min(lifted, length), tile))
+    grid = (rows, triton.cdiv(min(lifted, length), _LIFTED))
     _protect_kernel[grid](
-        scores, first, length, min(sinks, length), min(recent, length), protected, TILE=tile
+        scores, first, length, min(sinks, length), min(recent, length), protected, TILE=_LIFTED
     )
-
-
-def _tile(length: int) -> int:
-    return max(16, min(_TILE, triton.next_power_of_2(length)))
 
 
 def _check_pages(name: str, pages: torch.Tensor, length: int) -> None:

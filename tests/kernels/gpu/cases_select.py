@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from kvc_kernels.gpu.select import (
+    _LIFTED,
     _TILE,
     _compete_kernel,
     _kept_kernel,
@@ -44,5 +45,5 @@ def cases(architecture: int) -> Iterator[tuple]:
             constants |= {} if weights else {"weights": None}
             yield _case(f"compete {kind}, digit {digit}", _compete_kernel, constants, **numbers)
         yield _case(f"share {kind}", _share_kernel, {"P": 16, "ROWS": 256}, **numbers)
-    yield _case("protect", _protect_kernel, {"TILE": 32, "first": None})
-    yield _case("protect from first", _protect_kernel, {"TILE": 32})
+    yield _case("protect", _protect_kernel, {"TILE": _LIFTED, "first": None})
+    yield _case("protect from first", _protect_kernel, {"TILE": _LIFTED})
