@@ -71,8 +71,9 @@ class Launches(TorchDispatchMode):
         name = func.overloadpacket.__name__
         if (
             any(isinstance(each, torch.Tensor) and each.is_cuda for each in touched)
-            and not func.is_view
+            and func.namespace == "aten"
             and not name.startswith(_NO_KERNEL)
+            and not (func.is_view and _is_view(args[0], result))
         ):
             self.operations[name] += 1
         return result
@@ -87,6 +88,12 @@ class Launches(TorchDispatchMode):
             return None
 
         return noting
+
+
+def _is_view(given: torch.Tensor, result: Any) -> bool:
+    """Whether there was nothing to copy, as `reshape` and `to` may find."""
+    storages = {each.untyped_storage()._cdata for each in tree_leaves(result)}
+    return storages <= {given.untyped_storage()._cdata}
 
 
 def _kernel(kernel: Any, args: tuple, kwargs: dict) -> Kernel:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from kvc_kernels.dispatch import use_triton
-from kvc_kernels.windows import Window
+from kvc_kernels.windows import Window, WindowOptions
 
 #: `put_first` scales scores of [1e-12, 1e7] to [1e9, 1e28]: above every other score, below what
 #: selection itself protects. A factor, so that small scores keep their order.
@@ -248,13 +248,7 @@ def window_scores(
     windows: Sequence[Window],
     layer_k: torch.Tensor,
     scale: float,
-    power: int = 1,
-    *,
-    group: str = "sum",
-    excluded: int = 0,
-    pool: int = 1,
-    pooling: str = "max",
-    half_life: float = 0.0,
+    how: WindowOptions,
     tables: dict | None = None,
 ) -> list[torch.Tensor]:
     """`window_attention` of prompts of a batch, then `smooth`; on a GPU alone, in two launches.
@@ -263,6 +257,7 @@ def window_scores(
     ----------
     windows : the prompts'.
     layer_k : [num_blocks, H, P, D], a layer of the arena, which slots lie in.
+    scale : factor on the logits.
     tables : an empty dict, the same for all layers: what the device is told but once.
 
     Returns
@@ -273,10 +268,11 @@ def window_scores(
     from kvc_kernels.gpu import score as gpu
 
     found = gpu.window_attentions(
-        windows, layer_k, scale, power, group=group, excluded=excluded, tables=tables
-    )
-    if pool > 1 or half_life:
-        found = neighbours.smooth_all(found, pool, pooling, half_life)
+        windows, layer_k, scale, how.power,
+        group=how.group, excluded=how.excluded, tables=tables,
+    )  # fmt: skip
+    if how.pool > 1 or how.half_life:
+        found = neighbours.smooth_all(found, how.pool, how.pooling, how.half_life)
     return found.unbind()
 
 

@@ -21,3 +21,21 @@ class Window:
     queries: torch.Tensor
     slots: torch.Tensor
     lse: torch.Tensor | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class WindowOptions:
+    """What keys get from the queries: `kvc_kernels.score.window_attention`, then `smooth`.
+
+    Attributes
+    ----------
+    power, group, excluded : of the former.
+    pool, pooling, half_life : of the latter; the queries' own keys are not pooled.
+    """
+
+    power: int = 1
+    group: str = "sum"
+    excluded: int = 0
+    pool: int = 1
+    pooling: str = "max"
+    half_life: float = 0.0

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from sgl_kvc.cache.request import Request
-from sgl_kvc.policy.scores import score_together
+from sgl_kvc.policy.scores import PromptScores, score_together
 
 if TYPE_CHECKING:
     from sglang.srt.layers.radix_attention import RadixAttention
@@ -59,5 +59,6 @@ class PromptScoring:
             local = layer.layer_id - self._pool.start_layer
             context = scores.look(local, query[mine], kvs, layer.scaling, known)
             if context is not None:
+                assert isinstance(scores, PromptScores)
                 found.append((scores, context))
         score_together(found, self._tables)

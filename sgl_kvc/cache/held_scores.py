@@ -6,7 +6,6 @@ head, since heads hold different numbers. Policies see each head as a prompt of 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -52,21 +51,20 @@ class HeldScores:
         self._scores: list[list[torch.Tensor] | None] = [None] * pool.layer_num
         self.states = []
 
-    def observe(
+    def look(
         self,
         layer: int,
         queries: torch.Tensor,
-        done: int,
-        read: Callable[[], tuple[torch.Tensor, torch.Tensor]],
+        kvs: PromptKVs,
         scale: float,
         lse: torch.Tensor | None = None,
     ) -> None:
-        """As `PromptScores.observe`; `read` would give a prompt that nobody holds."""
-        del read
+        """As `PromptScores.look`, and scores at once; `kvs` would be of a prompt nobody holds."""
+        done = kvs.length
         window, window_lse = self._windows.last(self._spec.window, layer, queries, lse)
         if done < self._extent.scored:
             self._windows.keep(layer, window, window_lse)
-            return
+            return None
         heads = self._pool.head_num
         per_head = zip(
             window.chunk(heads, dim=1),
@@ -78,6 +76,7 @@ class HeldScores:
             for head, (mine, mine_lse) in enumerate(per_head)
         ]
         self._windows.pop(layer, None)
+        return None
 
     @property
     def complete(self) -> bool:

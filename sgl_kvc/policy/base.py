@@ -34,7 +34,7 @@ from typing import Any
 
 import torch
 from kvc_kernels.score import causal_attention, smooth, window_attention, window_scores
-from kvc_kernels.windows import Window
+from kvc_kernels.windows import Window, WindowOptions
 
 from sgl_kvc.policy.kvs import PromptKVs
 from sgl_kvc.spec import CompressionSpec, methods
@@ -124,7 +124,7 @@ class LayerContext:
     previous: torch.Tensor | None = None
     scores: torch.Tensor | None = None
     last_chunk: bool = True
-    together: Callable[..., torch.Tensor] | None = None
+    together: Callable[[WindowOptions], torch.Tensor] | None = None
 
     @property
     def length(self) -> int:
@@ -176,19 +176,18 @@ class LayerContext:
         pool, pooling, half_life : see `kvc_kernels.score.smooth`; the queries' own keys are not
             pooled.
         """
-        smoothing = {"pool": pool, "pooling": pooling, "half_life": half_life}
-        how = {"group": group, "excluded": excluded}
+        how = WindowOptions(power, group, excluded, pool, pooling, half_life)
         if self.together is not None:
-            return self.together(power, **how, **smoothing)
+            return self.together(how)
         if self.kvs.layer_k is not None:
-            (scores,) = window_scores(
-                [self.window], self.kvs.layer_k, self.scale, power, **how, **smoothing
-            )
-            return scores
+            return window_scores([self.window], self.kvs.layer_k, self.scale, how)[0]
         scores = window_attention(
-            self.queries, self.keys, self.scale, power, lse=self._exact_lse, **how
+            self.queries, self.keys, self.scale, power,
+            group=group, excluded=excluded, lse=self._exact_lse,
+        )  # fmt: skip
+        return smooth(
+            scores, len(self.queries), pool=pool, pooling=pooling, half_life=half_life
         )
-        return smooth(scores, len(self.queries), **smoothing)
 
     @property
     def window(self) -> Window:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from kvc_kernels.score import window_scores
+from kvc_kernels.windows import WindowOptions
 
 from sgl_kvc.policy.base import LayerContext, ModelFacts, apportioner, scorer
 from sgl_kvc.policy.kvs import PromptKVs
@@ -217,19 +218,15 @@ class SharedAttention:
 
     def __init__(self, contexts: Sequence[LayerContext], tables: dict[Any, torch.Tensor]):
         self._contexts, self._tables = contexts, tables
-        self._found: dict[Any, dict[int, torch.Tensor]] = {}
+        self._found: dict[WindowOptions, dict[int, torch.Tensor]] = {}
 
-    def attention(self, prompt: int, power: int, **how: Any) -> torch.Tensor:
+    def attention(self, prompt: int, how: WindowOptions) -> torch.Tensor:
         """float32 [H, n], that of the context of this id; the caller may change it."""
-        asked = power, tuple(how.items())
-        found = self._found.setdefault(asked, {})
+        found = self._found.setdefault(how, {})
         if prompt not in found:
-            first = self._contexts[0]
+            first, windows = self._contexts[0], [each.window for each in self._contexts]
             assert first.kvs.layer_k is not None
-            scores = window_scores(
-                [each.window for each in self._contexts],
-                first.kvs.layer_k, first.scale, power, **how, tables=self._tables,
-            )  # fmt: skip
+            scores = window_scores(windows, first.kvs.layer_k, first.scale, how, self._tables)
             found.update(zip(map(id, self._contexts), scores, strict=True))
         return found.pop(prompt)
 

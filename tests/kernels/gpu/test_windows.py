@@ -8,7 +8,7 @@ from kvc_kernels import score
 from kvc_kernels.gpu import neighbours
 from kvc_kernels.gpu.windows import joined
 from kvc_kernels.score import window_scores
-from kvc_kernels.windows import Window
+from kvc_kernels.windows import Window, WindowOptions
 
 HEADS, GROUP, DIM, PAGE, SCALE = 2, 3, 16, 8, 0.25
 LENGTHS, OWN = [70, 9, 133], [5, 9, 33]
@@ -54,9 +54,9 @@ def _drawn(device: str):
 def test_prompts_of_a_batch(device, how):
     windows, layer, queries, keys = _drawn(device)
     tables = {}
-    together = window_scores(windows, layer, SCALE, tables=tables, **how)
+    together = window_scores(windows, layer, SCALE, WindowOptions(**how), tables)
     assert len(tables) == 1
-    again = window_scores(windows, layer, SCALE, tables=tables, **how)
+    again = window_scores(windows, layer, SCALE, WindowOptions(**how), tables)
     assert len(tables) == 1, "told once for all layers"
     for i, (query, key) in enumerate(zip(queries, keys, strict=True)):
         smoothing = {k: v for k, v in how.items() if k in ("pool", "pooling", "half_life")}
@@ -66,16 +66,16 @@ def test_prompts_of_a_batch(device, how):
         assert together[i].shape == expected.shape
         torch.testing.assert_close(together[i].cpu(), expected, atol=1e-5, rtol=1e-5)
         assert again[i].equal(together[i])
-        (alone,) = window_scores([windows[i]], layer, SCALE, **how)
+        (alone,) = window_scores([windows[i]], layer, SCALE, WindowOptions(**how))
         torch.testing.assert_close(alone, together[i])
 
 
 def test_windows_of_other_tensors_and_without_sums(device):
     """Gathered over chunks; and where the attention kernel has not told the log-sum-exp."""
     windows, layer, _, _ = _drawn(device)
-    expected = window_scores(windows, layer, SCALE)
+    expected = window_scores(windows, layer, SCALE, WindowOptions())
     windows[1] = Window(windows[1].queries.clone(), windows[1].slots.long().int())
-    for got, wanted in zip(window_scores(windows, layer, SCALE), expected, strict=True):
+    for got, wanted in zip(window_scores(windows, layer, SCALE, WindowOptions()), expected, strict=True):
         torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
 
 
