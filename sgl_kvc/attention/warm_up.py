@@ -28,6 +28,14 @@ logger = logging.getLogger(__name__)
 
 #: Pages of the prompts that are compressed, and the most layers that differ to Triton.
 _PAGES, _LAYERS = 16, 3
+#: Every kernel of window attention and every one of smoothing, whatever a request asks for.
+_OPTIONS = [
+    {"group": "sum", "norm": "l2", "pool": 1, "half_life": 3},
+    {"group": "sum", "norm": "l1", "pool": 7, "pooling": "max"},
+    {"group": "mean", "norm": "l2", "pool": 7, "pooling": "mean"},
+    {"group": "mean", "norm": "l1", "pool": 7, "pooling": "max", "half_life": 3},
+    {"group": "mean", "norm": "l1", "pool": 7, "pooling": "mean", "half_life": 3},
+]
 
 
 @torch.inference_mode()
@@ -45,8 +53,9 @@ def warm_up(pool: ArenaKVPool, query_heads: int, dtype: torch.dtype, scale: floa
     """
     begin = time.perf_counter()
     _attend(pool, query_heads, dtype, scale)
-    for name in PRESETS:
-        spec = parse({"rate": 4, "min_tokens": 0, "policy": name})
+    window = {"scorer": "attention-window", "apportioner": "global"}
+    for knob in [{"policy": name} for name in PRESETS] + [window | each for each in _OPTIONS]:
+        spec = parse({"rate": 4, "min_tokens": 0, **knob})
         if missing_facts(spec, pool.facts) is None:
             for prompts in (1, 2):
                 _compress(pool, spec, query_heads, dtype, scale, prompts)

@@ -91,9 +91,11 @@ def test_no_kernel_is_compiled_for_a_request(gpu, gpu_pool, gpu_rows, tmp_path):
     ready = set(gpu.kernels)
     names = {kernel.name for kernel in ready}
     gpu.forget()
-    for policy in PRESETS:
+    own = {"scorer": "attention-window", "apportioner": "adaptive", "group": "mean", "window": 1}
+    own |= {"norm": "l2", "pool": 31, "pooling": "mean", "half_life": 0.5}
+    for asked in [{"policy": name} for name in PRESETS] + [own]:
         for requests in (1, 3):
-            batch = scored_batch(backend, requests, {"rate": 4, "policy": policy}, facts())
+            batch = scored_batch(backend, requests, {"rate": 4} | asked, facts())
             observe_all(backend, batch)
             for request in gpu_pool.requests.values():
                 request.scores.select()

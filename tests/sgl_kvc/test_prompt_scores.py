@@ -227,7 +227,7 @@ def test_what_is_selected(drawn, monkeypatch, statistics):
 
     def select(given: torch.Tensor, spec, blocks: int, page: int, **how) -> Selection:
         told.update(how, scores=given, spec=spec, blocks=blocks, page=page)
-        return Selection(torch.tensor([1]), torch.tensor([0, 3, 7]))
+        return Selection(torch.tensor([1]), torch.tensor([8, 11, 15]))
 
     monkeypatch.setattr(scores_module, "select", select)
     facts = ModelFacts(neox=False)
@@ -243,7 +243,7 @@ def test_what_is_selected(drawn, monkeypatch, statistics):
     assert told["scores"].is_contiguous()
     assert told["spec"] is scores.spec
     assert (told["blocks"], told["page"]) == (extent.segment_blocks, PAGE)
-    assert (told["tail"], told["before"]) == (0, 8)
+    assert (told["tail"], told["before"], told["begin"]) == (0, 8, 8)
     assert told["facts"] is facts
     assert chosen.positions.tolist() == [8, 11, 15]
     assert chosen.pages.tolist() == [1]

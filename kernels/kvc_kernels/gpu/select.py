@@ -115,9 +115,11 @@ def _kept_kernel(
 @triton.jit
 def _number(given, group):
     """Of a group: a tensor's entry, or the number that is the same for all."""
-    if given.type.is_ptr():
-        return tl.load(given + group).to(tl.int32)
-    return given.to(tl.int32)
+    if given.type.is_ptr():  # noqa: SIM108 - compiled, so that only one of them is
+        number = tl.load(given + group)
+    else:
+        number = given
+    return number.to(tl.int32)
 
 
 @triton.jit

@@ -75,7 +75,8 @@ def test_windows_of_other_tensors_and_without_sums(device):
     windows, layer, _, _ = _drawn(device)
     expected = window_scores(windows, layer, SCALE, WindowOptions())
     windows[1] = Window(windows[1].queries.clone(), windows[1].slots.long().int())
-    for got, wanted in zip(window_scores(windows, layer, SCALE, WindowOptions()), expected, strict=True):
+    found = window_scores(windows, layer, SCALE, WindowOptions())
+    for got, wanted in zip(found, expected, strict=True):
         torch.testing.assert_close(got, wanted, atol=1e-5, rtol=1e-5)
 
 
