@@ -44,6 +44,18 @@ def test_a_layer_of_all_prompts_is_scored_in_two_launches(
     assert all(request.scores.complete for request in gpu_pool.requests.values())
 
 
+def test_a_second_reading_takes_no_more_launches_for_more_parts(gpu, gpu_pool, gpu_rows, tmp_path):
+    """Of 200 tokens there is one part of 256 and there are 13 of 16."""
+    backend, counts = backend_of(gpu_pool, gpu_rows, tmp_path), []
+    for part in (256, 16):
+        knob = {"rate": 4, "policy": "virtual-repeat", "part": part}
+        batch = scored_batch(backend, 1, knob, facts())
+        gpu.forget()
+        observe_all(backend, batch)
+        counts.append((len(gpu.kernels), gpu.operations))
+    assert counts[0] == counts[1]
+
+
 def test_prompts_of_other_scorers_do_not_share(gpu, gpu_pool, gpu_rows, tmp_path):
     backend = backend_of(gpu_pool, gpu_rows, tmp_path)
     batch = scored_batch(backend, 2, {"rate": 4, "policy": "kv-compress"})

@@ -23,7 +23,8 @@ _PROGRAMS, _TILES_OF_SPLIT = 512, 4
 
 
 @triton.jit
-def _load_rows(base, row, valid, D: tl.constexpr, D_PAD: tl.constexpr, UPCAST: tl.constexpr):
+def load_rows(base, row, valid, D: tl.constexpr, D_PAD: tl.constexpr, UPCAST: tl.constexpr):
+    """Rows of D numbers, `row` elements behind `base`: [rows, D_PAD], zeros where not `valid`."""
     column = tl.arange(0, D_PAD)
     pointers = base + row[:, None] + column[None, :]
     if D == D_PAD:
@@ -39,7 +40,7 @@ def _load_queries(
     D: tl.constexpr, D_PAD: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     row = query.to(tl.int64) * query_stride + query_head * query_head_stride
-    return _load_rows(queries, row, valid, D, D_PAD, UPCAST)
+    return load_rows(queries, row, valid, D, D_PAD, UPCAST)
 
 
 @triton.jit
@@ -49,7 +50,7 @@ def _load_keys(
 ):  # fmt: skip
     slot = tl.load(slots + position, mask=valid, other=0)
     row = (slot // P).to(tl.int64) * block_stride + head * head_stride + slot % P * token_stride
-    return _load_rows(layer_k, row, valid, D, D_PAD, UPCAST)
+    return load_rows(layer_k, row, valid, D, D_PAD, UPCAST)
 
 
 @triton.jit(do_not_specialize=["n", "window", "share"])
@@ -165,17 +166,17 @@ def window_lse(
     queries = _checked(queries, layer_k, slots)
     (window, query_heads, _), heads, n = queries.shape, layer_k.shape[1], len(slots)
     group = query_heads // heads
-    blocks = _blocks(queries)
-    row_tiles = triton.cdiv(window * group, blocks["ROWS"])
+    tile = blocks(queries)
+    row_tiles = triton.cdiv(window * group, tile["ROWS"])
     wanted = triton.cdiv(_PROGRAMS, row_tiles * heads)
-    tiles = triton.cdiv(n, blocks["TILE"])
-    share = max(_TILES_OF_SPLIT, triton.cdiv(tiles, wanted)) * blocks["TILE"]
+    tiles = triton.cdiv(n, tile["TILE"])
+    share = max(_TILES_OF_SPLIT, triton.cdiv(tiles, wanted)) * tile["TILE"]
     splits = triton.cdiv(n, share)
     part = torch.empty(splits, window, query_heads, dtype=torch.float32, device=queries.device)
     _lse[(row_tiles, heads, splits)](
         part, queries, layer_k, slots, scale * _LOG2_E, n, window, share,
         *queries.stride()[:2], *layer_k.stride()[:3],
-        GROUP=group, P=layer_k.shape[2], **blocks, UPCAST=INTERPRETED, num_warps=4,
+        GROUP=group, P=layer_k.shape[2], **tile, UPCAST=INTERPRETED, num_warps=4,
     )  # fmt: skip
     return part[0] if splits == 1 else part.logsumexp(0)
 
@@ -237,15 +238,15 @@ def window_attentions(
     found = WindowScores.empty(windows, heads, (query_begins, lse_begins, slot_begins), tables)
     # A mean needs all of a query's group in one tile, so there it is padded to a power of two.
     padded = triton.next_power_of_2(size) if group == "mean" else size
-    blocks = _blocks(queries)
+    tile = blocks(queries)
     if group == "mean":
-        blocks["ROWS"] = max(blocks["ROWS"], padded)
-    _window_attention[(triton.cdiv(max(found.lengths), blocks["TILE"]), heads, len(windows))](
+        tile["ROWS"] = max(tile["ROWS"], padded)
+    _window_attention[(triton.cdiv(max(found.lengths), tile["TILE"]), heads, len(windows))](
         found.flat, queries, layer_k, slots, lse, found.table, scale * _LOG2_E,
         found.lengths[0], found.own[0], excluded,
         *lse.stride(), *queries.stride()[:2], *layer_k.stride()[:3],
         GROUP=size, GROUP_PAD=padded, MEAN=group == "mean", POWER=power,
-        P=layer_k.shape[2], COLUMNS=COLUMNS, **blocks, UPCAST=INTERPRETED, num_warps=4,
+        P=layer_k.shape[2], COLUMNS=COLUMNS, **tile, UPCAST=INTERPRETED, num_warps=4,
     )  # fmt: skip
     return found
 
@@ -264,7 +265,7 @@ def _checked(queries: torch.Tensor, layer_k: torch.Tensor, slots: torch.Tensor) 
     return queries.to(torch.promote_types(queries.dtype, layer_k.dtype))
 
 
-def _blocks(queries: torch.Tensor) -> dict[str, int]:
+def blocks(queries: torch.Tensor) -> dict[str, int]:
     """Rows of queries and keys of a tile, such that a few tiles fit in shared memory.
 
     The same for every window, so that none has to be compiled when it is first asked for. Float32

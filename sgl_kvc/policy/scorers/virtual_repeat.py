@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 from kvc_kernels.repeat import leverage as key_leverage
-from kvc_kernels.repeat import repeat_attention
+from kvc_kernels.repeat import repeat_attention, repeat_parts
 from kvc_kernels.rotary import rotate, rotation_by
 from kvc_kernels.score import causal_lse, fade_to_neighbours
 
@@ -67,12 +67,10 @@ def observe(
     first, read = context.length - len(queries), len(queries)
     if not context.last_chunk:
         read = read // part * part
-    turn = _turn(context, shift)
-    for begin in range(0, read, part):
-        rows = slice(begin, min(begin + part, read))
-        keys = context.keys[first + rows.start : first + rows.stop]
-        moved = rotate(queries[rows].float(), *turn, context.facts.neox)
-        scores.append(repeat_attention(moved, keys, context.scale, lse[rows]))
+    if read:
+        moved = rotate(queries[:read].float(), *_turn(context, shift), context.facts.neox)
+        keys = context.keys[first : first + read]
+        scores.append(repeat_parts(moved, keys, context.scale, lse[:read], part))
     return Reading(torch.cat(scores, dim=1), queries[read:].clone(), lse[read:].clone())
 
 
