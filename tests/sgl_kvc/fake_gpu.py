@@ -162,8 +162,8 @@ def scored_batch(
 
 def observe_all(backend: KvcAttentionBackend, batch: SimpleNamespace) -> None:
     tokens = sum(batch.extend_seq_lens_cpu)
-    query = torch.rand(tokens, HEADS * GROUP, DIM, dtype=torch.bfloat16, device="cuda")
-    lse = torch.rand(tokens, HEADS * GROUP, device="cuda")
+    query = torch.empty(tokens, HEADS * GROUP, DIM, dtype=torch.bfloat16, device="cuda")
+    lse = torch.empty(tokens, HEADS * GROUP, device="cuda")
     for index in range(LAYERS):
         layer = RadixAttention(HEADS * GROUP, DIM, 0.25, num_kv_heads=HEADS, layer_id=index)
         backend._observe(query, lse, layer, batch)
