@@ -58,7 +58,7 @@ class HeldScores:
         kvs: PromptKVs,
         scale: float,
         lse: torch.Tensor | None = None,
-    ) -> None:
+    ) -> LayerContext | None:
         """As `PromptScores.look`, and scores at once; `kvs` would be of a prompt nobody holds."""
         done = kvs.length
         window, window_lse = self._windows.last(self._spec.window, layer, queries, lse)

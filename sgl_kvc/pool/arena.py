@@ -130,7 +130,7 @@ class ArenaKVPool(MHATokenToKVPool):
             return found.view(self.dtype).half() if self.dtype.itemsize == 1 else found
 
         keys, values = self.k_buffer[layer], self.v_buffer[layer]
-        there = {}
+        there: dict[str, torch.Tensor] = {}
         if use_triton(keys):
             there = {"layer_k": keys.view(self.dtype), "slots": slots}
         reads = (lambda: read(keys)), (lambda: read(values))
