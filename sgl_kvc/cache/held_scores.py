@@ -64,7 +64,7 @@ class HeldScores:
         window, window_lse = self._windows.last(self._spec.window, layer, queries, lse)
         if done < self._extent.scored:
             self._windows.keep(layer, window, window_lse)
-            return
+            return None
         heads = self._pool.head_num
         per_head = zip(
             window.chunk(heads, dim=1),
@@ -76,7 +76,7 @@ class HeldScores:
             for head, (mine, mine_lse) in enumerate(per_head)
         ]
         self._windows.pop(layer, None)
-        return
+        return None
 
     @property
     def complete(self) -> bool:
