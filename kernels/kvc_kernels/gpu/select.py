@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 #: Positions of a row that a program reads, or lifts, at a time.
-_TILE, _LIFTED = 2048, 64
+_TILE, _LIFTED = 1024, 64
 
 
 @triton.jit
@@ -41,16 +41,35 @@ def _keys(scores, position, total, weight, limit, WEIGHTED: tl.constexpr):
 
 
 @triton.jit
+def _nothing():
+    """No digit is known: prefix, known and shift of `_count_digit`."""
+    return tl.full([], 0, tl.uint32), tl.full([], 0, tl.uint32), tl.full([], 24, tl.int32)
+
+
+@triton.jit
+def _next(prefix, known, shift, value):
+    """The digit at `shift` is known to be `value` (int32)."""
+    bits = shift.to(tl.uint32)
+    digit, whole = value.to(tl.uint32) << bits, tl.full([], 255, tl.uint32) << bits
+    return prefix | digit, known | whole, shift - 8
+
+
+@triton.jit
 def _count_digit(
-    scores, total, prefix, weight, limit,
-    DIGIT: tl.constexpr, WEIGHTED: tl.constexpr, TILE: tl.constexpr,
+    scores, total, prefix, known, shift, weight, limit,
+    WEIGHTED: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """How many of a row's keys that begin with `prefix` go on with each value or a higher one.
+    """How many of a row's keys that begin as `prefix` go on with each value or a higher one.
+
+    Parameters
+    ----------
+    prefix, known : uint32: the first digits, zeros behind them; and which bits these are.
+    shift : int32, bits behind the digit that is counted.
 
     Returns
     -------
-    at_least : int32 [256], by the value of digit DIGIT (0 is the highest).
-    above : int32, keys whose first digits are more than `prefix`.
+    at_least : int32 [256], by the digit's value.
+    above : int32, keys whose first digits are more than those of `prefix`.
     """
     each = tl.arange(0, TILE)
     counts = tl.zeros([256], tl.int32)
@@ -58,13 +77,10 @@ def _count_digit(
     for start in range(0, total, TILE):
         position = start + each
         key = _keys(scores, position, total, weight, limit, WEIGHTED)
-        mine = position < total
-        if DIGIT > 0:
-            high = key >> (32 - 8 * DIGIT)
-            above += (mine & (high > prefix)).to(tl.int32)
-            mine = mine & (high == prefix)
-        digit = ((key >> (24 - 8 * DIGIT)) & 255).to(tl.int32)
-        counts += tl.histogram(digit, 256, mask=mine)
+        there, first = position < total, key & known
+        above += (there & (first > prefix)).to(tl.int32)
+        digit = ((key >> shift.to(tl.uint32)) & 255).to(tl.int32)
+        counts += tl.histogram(digit, 256, mask=there & (first == prefix))
     return tl.sum(counts) - tl.cumsum(counts) + counts, tl.sum(above)
 
 
@@ -87,14 +103,16 @@ def _kept_kernel(
     positions += tl.sum(before) * P
     scores += row.to(tl.int64) * total
 
-    threshold = tl.full([], 0, tl.uint32)
+    threshold, known, shift = _nothing()
     ties = (count * P).to(tl.int32)
-    for digit in tl.static_range(4):
-        at_least, _ = _count_digit(scores, total, threshold, 1.0, 0.0, digit, False, TILE)
+    for _ in range(4):
+        at_least, _above = _count_digit(
+            scores, total, threshold, known, shift, 1.0, 0.0, False, TILE
+        )
         value = tl.maximum(tl.sum((at_least >= ties).to(tl.int32)) - 1, 0)
         values = tl.arange(0, 256)
         ties -= tl.sum(tl.where(values == value + 1, at_least, 0))
-        threshold = (threshold << 8) | value.to(tl.uint32)
+        threshold, known, shift = _next(threshold, known, shift, value)
 
     each = tl.arange(0, TILE)
     written = 0
@@ -136,12 +154,14 @@ def _contested(keys, safe, P: tl.constexpr):
     return tl.maximum((keys + P - 1) // P - safe, 0)
 
 
-@triton.jit(do_not_specialize=["row_pages", "per_group", "groups", "won", "safe"])
+@triton.jit(do_not_specialize=["row_pages", "per_group", "groups", "won", "safe", "digit"])
 def _compete_kernel(
-    scores, weights, tables, last, row_pages, per_group, groups, won, safe, limit,
-    DIGIT: tl.constexpr, P: tl.constexpr, TILE: tl.constexpr,
+    scores, weights, tables, last, row_pages, per_group, groups, won, safe, limit, digit,
+    P: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
     """One row adds the pages it would have for each value of a digit to its group's table.
+
+    The digits before it, 0 is the first, are read from the tables.
 
     `tables` [4, groups, 256], of every digit; `last` [R, 257] gets the row's keys at or above each
     value of the last digit, and at 256 those above all.
@@ -149,22 +169,24 @@ def _compete_kernel(
     row, total = tl.program_id(0), row_pages * P
     group = row // per_group
     count = _number(won, group)
-    prefix = tl.full([], 0, tl.uint32)
-    for nth in tl.static_range(DIGIT):
+    prefix, known, shift = _nothing()
+    for nth in range(digit):
         value = _digit(tables, nth, group, groups, count)
-        prefix = (prefix << 8) | value.to(tl.uint32)
+        prefix, known, shift = _next(prefix, known, shift, value)
     WEIGHTED: tl.constexpr = weights is not None
     weight = 1.0
     if WEIGHTED:
         weight = tl.load(weights + row)
     scores += row.to(tl.int64) * total
-    at_least, above = _count_digit(scores, total, prefix, weight, limit, DIGIT, WEIGHTED, TILE)
+    at_least, above = _count_digit(
+        scores, total, prefix, known, shift, weight, limit, WEIGHTED, TILE
+    )
     at_least += above
     values = tl.arange(0, 256)
     pages = _contested(at_least, _number(safe, group), P)
-    table = tables + (DIGIT * groups + group) * 256
+    table = tables + (digit * groups + group) * 256
     tl.atomic_add(table + values, pages, sem="relaxed", mask=pages > 0)
-    if DIGIT == 3:
+    if digit == 3:
         tl.store(last + row * 257 + values, at_least)
         tl.store(last + row * 257 + 256, above)
 
@@ -255,8 +277,8 @@ def compete(
     last, pages = new(rows, 257, dtype=torch.int32), new(rows, dtype=torch.int64)
     for digit in range(4):
         _compete_kernel[(rows,)](
-            scores, weights, tables, last, length // page_size, per_group, groups, won, safe, limit,
-            DIGIT=digit, P=page_size, TILE=_TILE,
+            scores, weights, tables, last, length // page_size, per_group, groups, won, safe, limit, digit,
+            P=page_size, TILE=_TILE,
         )  # fmt: skip
     _share_kernel[(groups,)](
         pages, tables, last, per_group, groups, won, safe,

@@ -15,10 +15,12 @@ from kvc_kernels.gpu.select import (
 
 from tests.kernels.gpu.cases_attention import case
 
-#: Constants that a launcher gives as None: no tensor.
 NUMBERS = dict.fromkeys(
-    ("row_pages", "rows", "begin", "per_group", "groups", "total", "sinks", "recent"), "i32"
-)
+    (
+        "row_pages", "rows", "begin", "per_group", "groups", "total", "sinks", "recent", "digit",
+    ),
+    "i32",
+)  # fmt: skip
 TENSORS = {
     "scores": "*fp32", "pages": "*i64", "positions": "*i64", "weights": "*fp32", "tables": "*i32",
     "last": "*i32", "first": "*i64", "limit": "fp32", "protected": "fp32",
@@ -40,10 +42,8 @@ def cases(architecture: int) -> Iterator[tuple]:
     for given, weights in (("i32", True), ("i32", False), ("*i64", False)):
         kind = f"{'weighted, ' if weights else ''}won {given}"
         numbers = {"won": given, "safe": given}
-        for digit in (0, 1, 3):
-            constants = {"DIGIT": digit, "P": 16, "TILE": _TILE}
-            constants |= {} if weights else {"weights": None}
-            yield _case(f"compete {kind}, digit {digit}", _compete_kernel, constants, **numbers)
+        constants = {"P": 16, "TILE": _TILE} | ({} if weights else {"weights": None})
+        yield _case(f"compete {kind}", _compete_kernel, constants, **numbers)
         yield _case(f"share {kind}", _share_kernel, {"P": 16, "ROWS": 256}, **numbers)
     yield _case("protect", _protect_kernel, {"TILE": _LIFTED, "first": None})
     yield _case("protect from first", _protect_kernel, {"TILE": _LIFTED})
