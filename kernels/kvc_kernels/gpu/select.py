@@ -277,8 +277,8 @@ def compete(
     last, pages = new(rows, 257, dtype=torch.int32), new(rows, dtype=torch.int64)
     for digit in range(4):
         _compete_kernel[(rows,)](
-            scores, weights, tables, last, length // page_size, per_group, groups, won, safe, limit, digit,
-            P=page_size, TILE=_TILE,
+            scores, weights, tables, last, length // page_size, per_group, groups,
+            won, safe, limit, digit, P=page_size, TILE=_TILE,
         )  # fmt: skip
     _share_kernel[(groups,)](
         pages, tables, last, per_group, groups, won, safe,
