@@ -67,7 +67,7 @@ def test_prompts_of_other_scorers_do_not_share(gpu, gpu_pool, gpu_rows, tmp_path
 
 @pytest.mark.parametrize(
     ("policy", "most"),
-    [("kv-compress", 9), ("snapkv", 4), ("ada-kv", 17), ("pyramidkv", 45), ("fastgen", 50)],
+    [("kv-compress", 9), ("snapkv", 4), ("ada-kv", 18), ("pyramidkv", 50), ("fastgen", 54)],
 )
 def test_selection_sorts_no_scores(gpu, policy, most):
     """Of every head that takes hundreds of launches; what layers share are few numbers."""
@@ -87,9 +87,10 @@ def test_launches_of_a_compression(gpu, gpu_pool, gpu_rows):
     cache, req = compressible(
         gpu_pool, gpu_rows, {"rate": 4, "policy": "kv-compress", "force": True}
     )
+    gpu_pool.facts.head_weights(1.0)  # for all prompts
     gpu.forget()
     assert compress(cache, req)
-    assert gpu.count <= 24, (gpu.kernels, gpu.operations)
+    assert gpu.count <= 34, (gpu.kernels, gpu.operations)
 
 
 def test_no_kernel_is_compiled_for_a_request(gpu, gpu_pool, gpu_rows, tmp_path):
