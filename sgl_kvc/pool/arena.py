@@ -7,6 +7,7 @@ request owns holds the same ``L * H`` head pages in another order (docs/design.m
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -130,11 +131,12 @@ class ArenaKVPool(MHATokenToKVPool):
             return found.view(self.dtype).half() if self.dtype.itemsize == 1 else found
 
         keys, values = self.k_buffer[layer], self.v_buffer[layer]
-        there: dict[str, torch.Tensor] = {}
+        kvs = PromptKVs(
+            len(slots), self.head_num, keys.device, lambda: read(keys), lambda: read(values)
+        )
         if use_triton(keys):
-            there = {"layer_k": keys.view(self.dtype), "slots": slots}
-        reads = (lambda: read(keys)), (lambda: read(values))
-        return PromptKVs(len(slots), self.head_num, keys.device, *reads, **there)
+            kvs = dataclasses.replace(kvs, layer_k=keys.view(self.dtype), slots=slots)
+        return kvs
 
     def read_pages(self, pages: torch.Tensor) -> torch.Tensor:
         """Keys of head pages, ids [R, C] in the flat view: [R, C * P, D]. fp8 as `read` has it."""
