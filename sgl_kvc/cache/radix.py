@@ -287,8 +287,6 @@ class CompressingRadixCache(SegmentRadixCache, PrefixCache):
     def behind_forward(self, *used: torch.Tensor) -> AbstractContextManager[None]:
         return behind(self.stream, *used)
 
-    # --------------------------------------------------------------------------- helpers
-
     def _hold(self, req: Req, length: int, seconds: int) -> None:
         """Hold what the tree has of the first `length` tokens of `req`."""
         if seconds:

@@ -5,8 +5,6 @@ Blocks have 4 tokens; heads keep what random scores say.
 
 from __future__ import annotations
 
-import contextlib
-
 import pytest
 import torch
 from sglang.srt.mem_cache.common import release_kv_cache
@@ -285,26 +283,3 @@ def test_a_request_that_ends_leaves_nothing(knob):
     assert Request.of(req).segment is None
     assert world.allocator.available_size() + world.cache.evictable_size() == world.tokens
     world.pool.spans.check_integrity()
-
-
-@pytest.mark.parametrize("knob", [None, PLAIN, GOES_ON])
-def test_rows_are_cleared_behind_the_forward_under_way(knob, monkeypatch):
-    """It may still read them. A row that was never compressed makes nobody wait."""
-    world, order = World(40), []
-    run(world, prompt(32), knob)
-    clear = world.pool.spans.clear
-
-    @contextlib.contextmanager
-    def behind_forward(*_used):
-        order.append("begin")
-        yield
-        order.append("end")
-
-    def note(row):
-        order.append("clear")
-        clear(row)
-
-    monkeypatch.setattr(world.cache, "behind_forward", behind_forward)
-    monkeypatch.setattr(world.pool.spans, "clear", note)
-    release_kv_cache(world.live.pop(), world.cache)
-    assert order == ([] if knob is None else ["begin", "clear", "end"])

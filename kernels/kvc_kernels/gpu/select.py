@@ -230,12 +230,7 @@ def _protect_kernel(scores, first, total, sinks, recent, protected, TILE: tl.con
 def kept_positions(
     scores: torch.Tensor, pages: torch.Tensor, page_size: int, total: int, begin: int = 0
 ) -> torch.Tensor:
-    """`kvc_kernels.select.RankedPages.kept_positions`; one launch.
-
-    Raises
-    ------
-    ValueError : on pages that are not int64 [R].
-    """
+    """`kvc_kernels.select.RankedPages.kept_positions`; one launch."""
     rows, length = scores.shape
     _check_pages("pages", pages, rows)
     positions = torch.empty(total * page_size, dtype=torch.int64, device=scores.device)
@@ -258,11 +253,7 @@ def compete(
 ) -> torch.Tensor:
     """`kvc_kernels.select.RankedPages.compete`; six launches.
 
-    Memory: 1 KiB a row and 4 KiB a group.
-
-    Raises
-    ------
-    ValueError : on shapes or types that do not fit together.
+    Memory: 1 KiB a row and 4 KiB a group. ValueError on shapes that do not fit together.
     """
     rows, length = scores.shape
     if rows % groups:
