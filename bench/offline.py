@@ -36,6 +36,7 @@ from bench.answers import Records, grade, line
 from bench.documents import numbers
 from sgl_kvc import profile
 from sgl_kvc.policy.base import ModelFacts
+from sgl_kvc.policy.kvs import PromptKVs
 from sgl_kvc.policy.scores import PromptScores
 from sgl_kvc.policy.selection import Selection, select
 from sgl_kvc.spec import OFF, CompressionSpec, Extent, parse
@@ -177,7 +178,7 @@ class MaskedModel:
     ) -> PromptScores:
         scores = PromptScores(spec, extent, tokens, self.page_size, len(seen), self.facts)
         for layer, (queries, *cached, lse) in enumerate(seen):
-            scores.observe(layer, queries, extent.scored, lambda c=cached: c, self._scale, lse)
+            scores.observe(layer, queries, PromptKVs.of(*cached), self._scale, lse)
         return scores
 
     def _foreseen(self, follows: list[int], spec: CompressionSpec, extent: Extent) -> Selection:

@@ -24,6 +24,7 @@ from transformers import AutoTokenizer
 
 from bench.machine import describe
 from bench.offline import MaskedModel
+from sgl_kvc.policy.kvs import PromptKVs
 from sgl_kvc.policy.scores import PromptScores
 from sgl_kvc.spec import PRESETS, Extent, parse
 
@@ -58,9 +59,7 @@ def measure(args: argparse.Namespace) -> list[dict]:
                     spec, extent, tokens, masked.page_size, len(seen), masked.facts
                 )
                 for layer, (queries, *cached, lse) in enumerate(seen):
-                    scores.observe(
-                        layer, queries, len(tokens), lambda cached=cached: cached, scale, lse
-                    )
+                    scores.observe(layer, queries, PromptKVs.of(*cached), scale, lse)
                 scored[:] = [scores]
 
             times = {

@@ -8,7 +8,7 @@ import torch
 from kvc_kernels.gpu.compact import compact
 from kvc_kernels.gpu.decode import decode
 from kvc_kernels.gpu.score import window_attention
-from kvc_kernels.gpu.select import kept_positions, rank_pages
+from kvc_kernels.select import RankedPages
 
 from bench.gpu.batches import Ragged, build
 from bench.gpu.cases import Case, Prompt, Size, compact_arguments, prompt
@@ -139,11 +139,9 @@ def measure_compression(records: Records, case: Case, rate: int) -> None:
 
         def select() -> tuple[torch.Tensor, torch.Tensor]:
             """The best pages of all heads together."""
-            ranks = rank_pages(scores, size.page)
-            best = ranks.best.flatten().topk(total).indices // ranks.best.shape[1]
-            pages = torch.zeros(len(scores), dtype=torch.int64, device=case.device)
-            pages.scatter_add_(0, best, torch.ones_like(best))
-            return pages, kept_positions(scores, ranks, pages, size.page, total)
+            ranked = RankedPages(scores, size.page)
+            pages = ranked.compete(total - len(scores), 1, groups=1)
+            return pages, ranked.kept_positions(pages, total)
 
         pages, positions = select()
         found |= median_ms(select, case.device)

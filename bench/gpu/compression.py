@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from kvc_kernels.gpu.compact import compact
 from kvc_kernels.gpu.score import window_attention
-from kvc_kernels.gpu.select import kept_positions, rank_pages
+from kvc_kernels.gpu.select import compete, kept_positions
 from kvc_kernels.gpu.store import store
 from kvc_kernels.score import causal_attention
 
@@ -52,14 +52,19 @@ def check_select(case: Case) -> Pairs:
     scores = (torch.rand(rows, length, device=case.device) * length).floor()
     pages = shares(rows * length // size.page // 4, rows, skewed=True)
     pages = pages.clamp(max=length // size.page).to(case.device)
-    ranks = rank_pages(scores, size.page)
-    got = kept_positions(scores, ranks, pages, size.page, int(pages.sum()))
+    got = kept_positions(scores, pages, size.page, int(pages.sum()))
     ranked, order = scores.sort(dim=-1, descending=True, stable=True)
+    won = compete(scores, size.page, int(pages.sum()) - rows, 1, 1, None, 0.0)
+    contested = ranked[:, size.page :: size.page]
+    best = contested.flatten().sort(descending=True, stable=True).indices // contested.shape[1]
+    share = torch.ones_like(won).scatter_add_(
+        0, best[: int(pages.sum()) - rows], torch.ones_like(best)
+    )
     kept = torch.zeros_like(order, dtype=torch.bool)
     kept.scatter_(1, order, torch.arange(length, device=case.device) < pages[:, None] * size.page)
     return {
         "positions": (got, kept.nonzero()[:, 1]),
-        "page scores": (ranks.best, ranked[:, :: size.page]),
+        "pages": (won, share),
     }
 
 

@@ -12,7 +12,7 @@ from kvc_kernels.gpu.compact import compact
 from kvc_kernels.gpu.decode import decode
 from kvc_kernels.gpu.extend import extend
 from kvc_kernels.gpu.score import window_attention
-from kvc_kernels.gpu.select import kept_positions, rank_pages
+from kvc_kernels.gpu.select import compete, kept_positions
 from kvc_kernels.gpu.store import store
 from kvc_kernels.gpu.tables import block_table
 
@@ -93,7 +93,8 @@ def check_no_sync(case: Case) -> Pairs:
         block_table(batch, 0, size.tokens)
         scores = window_attention(queries, layer_k, given.slots, case.scale)
         scores = scores.repeat(size.layers, 1)
-        kept_positions(scores, rank_pages(scores, size.page), equal, size.page, total)
+        compete(scores, size.page, total - len(scores), 1, 1, None, 0.0)
+        kept_positions(scores, equal, size.page, total)
         compact(**compact_arguments(given))
 
     everything()  # compiles, which may wait

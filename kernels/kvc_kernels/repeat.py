@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from kvc_kernels.dispatch import use_triton
 from kvc_kernels.score import block_elements
 
 
@@ -29,13 +30,17 @@ def repeat_attention(
     keys : [n, H, D].
     scale : factor on the logits.
     lse : float32 [c, H*G], natural log-sum-exp of what else every query sees.
-    block : logits held at a time.
+    block : logits held at a time; on a GPU there are never that many.
 
     Returns
     -------
     scores : float32 [H, n] in [0, 1], the maximum over queries and the query group.
     """
     n, heads, dim = keys.shape
+    if use_triton(keys):
+        from kvc_kernels.gpu import repeat as gpu
+
+        return gpu.repeat_parts(queries, keys, scale, lse, len(queries), n)
     by_head = keys.float().permute(1, 2, 0)  # [H, D, n]
     best = torch.full((heads, n), float("-inf"), device=keys.device)
     step = max(1, (block or block_elements(keys)) // (n * queries.shape[1]))
@@ -46,6 +51,27 @@ def repeat_attention(
         sums = torch.logaddexp(logits.logsumexp(dim=-1), sums)
         best = best.maximum(logits.sub_(sums[..., None]).amax(dim=1))
     return best.exp()
+
+
+def repeat_parts(
+    queries: torch.Tensor, keys: torch.Tensor, scale: float, lse: torch.Tensor, part: int
+) -> torch.Tensor:
+    """`repeat_attention` of every `part` tokens by themselves; on a GPU two launches for all.
+
+    Parameters
+    ----------
+    queries, lse, keys : of the same tokens.
+
+    Returns
+    -------
+    scores : float32 [H, n].
+    """
+    if use_triton(keys):
+        from kvc_kernels.gpu import repeat as gpu
+
+        return gpu.repeat_parts(queries, keys, scale, lse, part, part)
+    parts = zip(queries.split(part), keys.split(part), lse.split(part), strict=True)
+    return torch.cat([repeat_attention(q, k, scale, sums) for q, k, sums in parts], dim=1)
 
 
 def repeat_attention_reference(

@@ -7,12 +7,13 @@ query head ``h*G + g`` reads KV head ``h``, and query ``i`` sees keys up to ``n 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
 
 from kvc_kernels.dispatch import use_triton
+from kvc_kernels.windows import Window, WindowOptions
 
 #: `put_first` scales scores of [1e-12, 1e7] to [1e9, 1e28]: above every other score, below what
 #: selection itself protects. A factor, so that small scores keep their order.
@@ -180,6 +181,8 @@ def pool_neighbours(scores: torch.Tensor, width: int, how: str = "max") -> torch
     """
     if width == 1 or not scores.shape[-1]:
         return scores
+    if use_triton(scores):
+        return smooth(scores, pool=width, pooling=how)
     if how == "max":
         return F.max_pool1d(scores[None], width, stride=1, padding=width // 2)[0]
     # Sums of shifted rows: on a CPU ten times as fast as avg_pool1d.
@@ -202,12 +205,75 @@ def fade_to_neighbours(scores: torch.Tensor, half_life: float) -> torch.Tensor:
     scores : at least 0.
     half_life : in positions, above 0.
     """
+    if use_triton(scores):
+        rows = scores.reshape(scores.shape[:-1].numel(), scores.shape[-1])
+        return smooth(rows, half_life=half_life).view_as(scores)
     slope = torch.arange(scores.shape[-1], device=scores.device, dtype=torch.float64)
     slope *= math.log(2) / half_life
     logs = scores.double().clamp(min=_LEAST).log()
     before = (logs + slope).cummax(dim=-1).values - slope
     after = (logs - slope).flip(-1).cummax(dim=-1).values.flip(-1) + slope
     return torch.maximum(before, after).exp().to(scores.dtype)
+
+
+def smooth(
+    scores: torch.Tensor,
+    own: int = 0,
+    *,
+    pool: int = 1,
+    pooling: str = "max",
+    half_life: float = 0.0,
+) -> torch.Tensor:
+    """`pool_neighbours` of all but the last `own` keys, then `fade_to_neighbours` of all.
+
+    On a GPU one launch. [R, n] -> [R, n]; the argument may be overwritten.
+
+    Parameters
+    ----------
+    pool, pooling : width, 1 is none, and how.
+    half_life : 0 is off.
+    """
+    if pool == 1 and not half_life:
+        return scores
+    if use_triton(scores):
+        from kvc_kernels.gpu import neighbours
+
+        return neighbours.smooth(scores, own, pool, pooling, half_life)
+    before = scores.shape[1] - own
+    scores[:, :before] = pool_neighbours(scores[:, :before], pool, pooling)
+    return fade_to_neighbours(scores, half_life) if half_life else scores
+
+
+def window_scores(
+    windows: Sequence[Window],
+    layer_k: torch.Tensor,
+    scale: float,
+    how: WindowOptions,
+    tables: dict | None = None,
+) -> list[torch.Tensor]:
+    """`window_attention` of prompts of a batch, then `smooth`; on a GPU alone, in two launches.
+
+    Parameters
+    ----------
+    windows : the prompts'.
+    layer_k : [num_blocks, H, P, D], a layer of the arena, which slots lie in.
+    scale : factor on the logits.
+    tables : an empty dict, the same for all layers: what the device is told but once.
+
+    Returns
+    -------
+    scores : float32 [H, n] of every prompt.
+    """
+    from kvc_kernels.gpu import neighbours
+    from kvc_kernels.gpu import score as gpu
+
+    found = gpu.window_attentions(
+        windows, layer_k, scale, how.power,
+        group=how.group, excluded=how.excluded, tables=tables,
+    )  # fmt: skip
+    if how.pool > 1 or how.half_life:
+        found = neighbours.smooth_all(found, how.pool, how.pooling, how.half_life)
+    return found.unbind()
 
 
 def put_first(scores: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
@@ -222,44 +288,3 @@ def put_last_first(scores: torch.Tensor, count: int) -> torch.Tensor:
     """`put_first` for the last `count` keys."""
     n = scores.shape[-1]
     return put_first(scores, torch.arange(n, device=scores.device) >= n - count)
-
-
-def projected_norm(
-    values: torch.Tensor, projection: torch.Tensor, *, block: int = 1 << 18
-) -> torch.Tensor:
-    """L1 norm of every value after the output projection, averaged over its query heads.
-
-    How far the value can move the layer's output (CriticalKV, arXiv 2502.03805).
-
-    Parameters
-    ----------
-    values : [n, H, Dv].
-    projection : [hidden, H*G*Dv].
-    block : elements projected at a time; such that they stay in a CPU's cache.
-
-    Returns
-    -------
-    norms : float32 [H, n].
-    """
-    heads, dim = values.shape[1:]
-    hidden = projection.shape[0]
-    group = projection.shape[1] // (heads * dim)
-    by_head = projection.float().view(hidden, heads, group, dim).permute(1, 3, 2, 0).flatten(2)
-    norms = []
-    for part in values.split(max(1, block // (heads * group * hidden))):
-        projected = part.float().transpose(0, 1) @ by_head  # [H, b, G*hidden]
-        norms.append(projected.abs().sum(dim=-1) / group)
-    return torch.cat(norms, dim=1)
-
-
-def projected_norm_reference(values: torch.Tensor, projection: torch.Tensor) -> torch.Tensor:
-    """`projected_norm`, one value and head at a time."""
-    n, heads, dim = values.shape
-    group = projection.shape[1] // (heads * dim)
-    norms = torch.zeros(heads, n)
-    for head in range(heads):
-        for member in range(head * group, (head + 1) * group):
-            columns = projection[:, member * dim : (member + 1) * dim].float()
-            for i in range(n):
-                norms[head, i] += (columns @ values[i, head].float()).abs().sum() / group
-    return norms

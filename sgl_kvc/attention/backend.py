@@ -9,7 +9,6 @@ any mixture of compressed and uncompressed requests.
 
 from __future__ import annotations
 
-import functools
 import logging
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +21,7 @@ from kvc_kernels.extend import extend
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sgl_kvc.attention.facts import read_facts
+from sgl_kvc.attention.scoring import PromptScoring
 from sgl_kvc.attention.support import check_layer
 from sgl_kvc.cache.request import Request
 
@@ -47,6 +47,7 @@ class KvcAttentionBackend(AttentionBackend):
         self.spans = self.pool.spans
         self.pool.facts = read_facts(model_runner)
         self._prepared: tuple[ForwardBatch, Batch] | None = None
+        self._scoring: tuple[ForwardBatch, PromptScoring] | None = None
         if self.pool.facts.head_profile is None:
             logger.info(
                 "the model has no head profile; `sgl-kvc profile` measures one, and the default "
@@ -55,7 +56,7 @@ class KvcAttentionBackend(AttentionBackend):
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Gather what all layers of this forward share."""
-        self._prepared = (forward_batch, self._new_batch(forward_batch))
+        self._prepared, self._scoring = (forward_batch, self._new_batch(forward_batch)), None
         if self.spans.tracks_attention() and not use_triton(self.req_to_token):
             self._reset_metric(forward_batch)  # the Triton kernel that stores KVs does it
 
@@ -173,21 +174,16 @@ class KvcAttentionBackend(AttentionBackend):
         forward_batch: ForwardBatch,
     ) -> None:
         """Let the scores of every prompt in the batch see one layer of its chunk."""
-        local, first = layer.layer_id - self.pool.start_layer, 0
-        lens = zip(
-            self.requests(forward_batch),
-            forward_batch.extend_prefix_lens_cpu,
-            forward_batch.extend_seq_lens_cpu,
-            strict=False,  # a batch may be padded
-        )
-        for request, before, new in lens:
-            mine, first = slice(first, first + new), first + new
-            if request is not None and request.scores is not None:
-                end = before + new
-                slots = self.req_to_token[request.row, :end]
-                read = functools.partial(self.pool.read, layer.layer_id, slots)
-                known = None if lse is None else lse[mine]
-                request.scores.observe(local, query[mine], end, read, layer.scaling, known)
+        if self._scoring is None or self._scoring[0] is not forward_batch:
+            lens = zip(
+                self.requests(forward_batch),
+                forward_batch.extend_prefix_lens_cpu,
+                forward_batch.extend_seq_lens_cpu,
+                strict=False,  # a batch may be padded
+            )
+            scoring = PromptScoring(self.pool, self.req_to_token, lens)
+            self._scoring = (forward_batch, scoring)
+        self._scoring[1].observe(query, lse, layer)
 
     def _reset_metric(self, forward_batch: ForwardBatch) -> None:
         """Start the metric of new KVs at zero, of requests whose attention is tracked."""

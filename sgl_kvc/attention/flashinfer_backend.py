@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from kvc_kernels.batch import Batch
+from kvc_kernels.gpu.decode_buffers import DecodeBuffers
 from kvc_kernels.gpu.flashinfer_decode import PagedDecode, supported
 from kvc_kernels.gpu.flashinfer_prefill import PagedPrefill, try_out
 from sglang.srt.layers.radix_attention import RadixAttention
@@ -52,10 +53,10 @@ class FlashInferAttentionBackend(KvcAttentionBackend):
         reason = kernels and self._unsupported(kernels)
         if reason:
             raise UnsupportedError(f"--kvc-decode {kernels}: {reason}")
-        self._max_pages = -(-self.req_to_token.shape[1] // self.cache.page_size)
         self._decode: PagedDecode | None = None
-        self._by_batch: dict[int, PagedDecode] = {}  # graphs hold their buffers
-        self._workspace = self._bytes() if kernels else None
+        self._by_batch: dict[int, PagedDecode] = {}
+        self._buffers: DecodeBuffers | None = None
+        self._captured = 0  # requests up to which graphs hold the buffers they were captured with
         self._prefill: PagedPrefill | None = None
         self._prefills = self._tried_prefill()
 
@@ -126,25 +127,53 @@ class FlashInferAttentionBackend(KvcAttentionBackend):
         """Before a decode step is captured, and before each replay."""
         self._plan_decode(forward_batch, self._new_batch(forward_batch))
 
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Buffers for all batch sizes that will be captured, the largest's."""
+        super().init_cuda_graph_state(max_bs, max_num_tokens)
+        if self.kernels is not None:
+            self._by_batch, self._captured = {}, max_bs
+            self._buffers = self._new_buffers(max_bs)
+
+    def _new_buffers(self, requests: int) -> DecodeBuffers:
+        assert self.kernels is not None
+        max_pages = -(-self.req_to_token.shape[1] // self.cache.page_size)
+        return DecodeBuffers(self.kernels, self.cache, requests, self.query_heads, max_pages)
+
+    def _decode_of(self, requests: int) -> PagedDecode:
+        """That of a batch size; kept.
+
+        A batch that is larger than all before, and than what is captured, needs larger buffers.
+        What was made for the smaller ones stays with the graphs and is let go of otherwise.
+        """
+        assert self.kernels is not None
+        found = self._by_batch.get(requests)
+        if found is not None:
+            return found
+        if self._buffers is None or requests * self.cache.heads > self._buffers.rows:
+            room = min(1 << (requests - 1).bit_length(), len(self.req_to_token))
+            self._buffers = self._new_buffers(max(requests, room))
+            self._by_batch = {n: x for n, x in self._by_batch.items() if n <= self._captured}
+        found = self._by_batch[requests] = PagedDecode(
+            self.kernels,
+            self.cache,
+            requests,
+            self.query_heads,
+            self.dtype,
+            self.scale,
+            self._buffers,
+        )
+        return found
+
     def _plan_decode(self, forward_batch: ForwardBatch, batch: Batch) -> None:
-        if self.kernels is None or self._workspace is None:
-            return
+        """Say what a step is about; one of no requests (an idle rank's) is Triton's: nothing."""
+        self._decode = None
         requests, page_size = forward_batch.batch_size, self.cache.page_size
-        decode = self._by_batch.get(requests)
-        if decode is None:
-            decode = self._by_batch[requests] = PagedDecode(
-                self.kernels,
-                self.cache,
-                requests,
-                self.query_heads,
-                self.dtype,
-                self.scale,
-                self._max_pages,
-                self._workspace,
-            )
+        if self.kernels is None or not requests:
+            return
+        decode = self._decode_of(requests)
         pages = None
         if self.kernels == "fa2":
-            pages = [-(-int(length) // page_size) for length in forward_batch.seq_lens_cpu]
+            pages = [-(-max(0, int(length)) // page_size) for length in forward_batch.seq_lens_cpu]
         decode.plan(batch, pages)
         self._decode = decode
 
@@ -174,5 +203,5 @@ class FlashInferAttentionBackend(KvcAttentionBackend):
         )
 
     def _bytes(self) -> torch.Tensor:
-        """A workspace; zeroed, for XQA keeps semaphores there."""
-        return torch.zeros(_WORKSPACE_BYTES, dtype=torch.uint8, device=self.req_to_token.device)
+        """A workspace of prefill."""
+        return torch.empty(_WORKSPACE_BYTES, dtype=torch.uint8, device=self.req_to_token.device)

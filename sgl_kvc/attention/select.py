@@ -80,4 +80,17 @@ def create(model_runner: ModelRunner) -> KvcAttentionBackend:
     if decode == "triton" and not on_gpu and not interpreted():
         raise UnsupportedError("--kvc-decode triton needs a GPU, or Triton's interpreter")
     logger.info("decode kernel over the spans of the KV cache: %s", decode)
-    return make(model_runner, decode)
+    backend = make(model_runner, decode)
+    if on_gpu:
+        _warm_up(backend, model_runner)
+    return backend
+
+
+def _warm_up(backend: KvcAttentionBackend, model_runner: ModelRunner) -> None:
+    from sglang.srt.layers.radix_attention import RadixAttention
+
+    from sgl_kvc.attention.warm_up import warm_up
+
+    layers = (x for x in model_runner.model.modules() if isinstance(x, RadixAttention))
+    layer = next(layers)
+    warm_up(backend.pool, layer.tp_q_head_num, model_runner.dtype, layer.scaling)

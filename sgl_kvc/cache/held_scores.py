@@ -16,6 +16,7 @@ import torch
 from kvc_kernels.pages import page_ids
 
 from sgl_kvc.policy.base import LayerContext, scorer
+from sgl_kvc.policy.kvs import PromptKVs
 from sgl_kvc.policy.scores import QueryWindows
 from sgl_kvc.policy.selection import Selection
 from sgl_kvc.pool.arena import ArenaKVPool
@@ -92,30 +93,30 @@ class HeldScores:
         self._by_head: list[Any] = [None] * (pool.layer_num * pool.head_num)
         self.states = []
 
-    def observe(
+    def look(
         self,
         layer: int,
         queries: torch.Tensor,
-        done: int,
-        read: Callable[[], tuple[torch.Tensor, torch.Tensor]],
+        kvs: PromptKVs,
         scale: float,
         lse: torch.Tensor | None = None,
-    ) -> None:
-        """As `PromptScores.observe`; `read` would give a prompt that nobody holds."""
-        del read
+    ) -> LayerContext | None:
+        """As `PromptScores.look`, and scores at once; `kvs` would be of a prompt nobody holds."""
+        done = kvs.length
         if done > self._scored:
-            return  # the question
+            return None  # the question
         if self._scorer.observe is not None:
             self._observe(layer, queries, lse, done, scale)
         window, window_lse = self._windows.last(self._spec.window, layer, queries, lse)
         if done < self._scored:
             self._windows.keep(layer, window, window_lse)
-            return
+            return None
         self._scores[layer] = [
             self._scorer.run(context)[0].float()
             for context in self._contexts(layer, window, window_lse, done, scale)
         ]
         self._windows.pop(layer, None)
+        return None
 
     @property
     def complete(self) -> bool:
@@ -198,8 +199,7 @@ class HeldScores:
             layer=layer,
             layers=len(self._scores),
             queries=queries,
-            keys=keys[:held, None],
-            values=values[:held, None],
+            kvs=PromptKVs.of(keys[:held, None], values[:held, None]),
             scale=scale,
             spec=self._spec,
             tokens=nth[:0],  # whose they are is not known

@@ -192,7 +192,9 @@ class CompressingRadixCache(SegmentRadixCache, PrefixCache):
         segment, stored = request.segment, request.stored
         if request.goes_on and request.report is not None and segment is not None:
             request.report.note_peak(req.kv.kv_allocated_len - segment.row_begin + segment.begin)
-        self.pool.spans.clear(row)
+        if self.pool.spans.is_compressed(row) or self.pool.spans.tracks_attention(row):
+            with self.behind_forward():  # the one under way may still read the row
+                self.pool.spans.clear(row)
         self.pool.requests.pop(req.rid, None)
         self.sharing.remove(request)
         request.retract()

@@ -37,8 +37,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from kvc_kernels.score import causal_attention, window_attention
+from kvc_kernels.score import causal_attention, smooth, window_attention, window_scores
+from kvc_kernels.windows import Window, WindowOptions
 
+from sgl_kvc.policy.kvs import PromptKVs
 from sgl_kvc.spec import CompressionSpec, methods
 
 #: Minimum of a head's profile / the mean, so that scores of such heads stay ordered.
@@ -71,11 +73,20 @@ class ModelFacts:
     head_profile: torch.Tensor | None = None
 
     def head_weights(self, power: float) -> torch.Tensor | None:
-        """float32 [L, H], (the head's profile / the mean) to a power; None without a profile."""
+        """float32 [L, H], (the head's profile / the mean) to a power; None without a profile.
+
+        Kept, as every layer or prompt asks for the same.
+        """
         if self.head_profile is None:
             return None
-        share = self.head_profile.float() / self.head_profile.float().mean()
-        return share.nan_to_num(1.0).clamp(min=_MIN_WEIGHT) ** power
+        if power not in self._weights:
+            share = self.head_profile.float() / self.head_profile.float().mean()
+            self._weights[power] = share.nan_to_num(1.0).clamp(min=_MIN_WEIGHT) ** power
+        return self._weights[power]
+
+    @functools.cached_property
+    def _weights(self) -> dict[float, torch.Tensor]:
+        return {}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,8 +98,8 @@ class LayerContext:
     layer, layers : index among the layers this rank holds, and their number.
     queries : [w, H*G, D], the last ``w = min(spec.window, n)`` queries, rotated; query head
         ``h*G + g`` reads KV head ``h``. For ``observe``, the chunk's.
-    keys, values : [n, H, D] and [n, H, Dv], rotated keys; the queries are those of the last
-        positions. For ``observe``, up to the chunk's end.
+    kvs : keys and values; the queries are those of the last positions. For ``observe``, up to
+        the chunk's end.
     scale : factor on the attention logits.
     spec : the request's knob.
     tokens : int64 [n], token ids.
@@ -101,13 +112,13 @@ class LayerContext:
     scores : for an apportioner's ``observe``, what ``score`` returned for this layer.
     last_chunk : for `observe`, whether no chunk follows.
     head : which head this is, where heads hold different keys and each is scored alone; else None.
+    together : for ``score``, window attention that is computed for a batch of prompts at once.
     """
 
     layer: int
     layers: int
     queries: torch.Tensor
-    keys: torch.Tensor
-    values: torch.Tensor
+    kvs: PromptKVs
     scale: float
     spec: CompressionSpec
     tokens: torch.Tensor
@@ -119,17 +130,76 @@ class LayerContext:
     scores: torch.Tensor | None = None
     last_chunk: bool = True
     head: int | None = None
+    together: Callable[[WindowOptions], torch.Tensor] | None = None
+
+    @property
+    def length(self) -> int:
+        """n."""
+        return self.kvs.length
+
+    @property
+    def heads(self) -> int:
+        """H."""
+        return self.kvs.heads
+
+    @property
+    def device(self) -> torch.device:
+        return self.kvs.device
+
+    @property
+    def keys(self) -> torch.Tensor:
+        """[n, H, D], rotated; asking for them copies them out of the cache, as for values."""
+        return self.kvs.keys
+
+    @property
+    def values(self) -> torch.Tensor:
+        """[n, H, Dv]."""
+        return self.kvs.values
 
     @property
     def forced(self) -> int:
         """How many of the window's own keys a scorer may put first, whatever they score."""
         return forced_recent(self.queries.shape[0], self.kept)
 
-    def window_attention(self, power: int = 1, **how: Any) -> torch.Tensor:
-        """float32 [H, n], attention every key gets (`kvc_kernels.score.window_attention`)."""
-        return window_attention(
-            self.queries, self.keys, self.scale, power, lse=self._exact_lse, **how
+    def window_attention(
+        self,
+        power: int = 1,
+        *,
+        group: str = "sum",
+        excluded: int = 0,
+        pool: int = 1,
+        pooling: str = "max",
+        half_life: float = 0.0,
+    ) -> torch.Tensor:
+        """float32 [H, n], attention every key gets, that of neighbours taken into account.
+
+        On a GPU keys are read where they lie, and what a scorer asks is computed for all prompts
+        of the batch that have the same one.
+
+        Parameters
+        ----------
+        power, group, excluded : see `kvc_kernels.score.window_attention`.
+        pool, pooling, half_life : see `kvc_kernels.score.smooth`; the queries' own keys are not
+            pooled.
+        """
+        how = WindowOptions(power, group, excluded, pool, pooling, half_life)
+        if self.together is not None:
+            return self.together(how)
+        if self.kvs.layer_k is not None:
+            return window_scores([self.window], self.kvs.layer_k, self.scale, how)[0]
+        scores = window_attention(
+            self.queries, self.keys, self.scale, power,
+            group=group, excluded=excluded, lse=self._exact_lse,
+        )  # fmt: skip
+        return smooth(
+            scores, len(self.queries), pool=pool, pooling=pooling, half_life=half_life
         )
+
+    @property
+    def window(self) -> Window:
+        """The queries, and where their keys lie."""
+        assert self.kvs.slots is not None
+        return Window(self.queries, self.kvs.slots, self._exact_lse)
 
     def causal_attention(self) -> Iterator[tuple[int, torch.Tensor]]:
         """Attention itself, in blocks of queries (`kvc_kernels.score.causal_attention`)."""
@@ -143,7 +213,7 @@ class LayerContext:
         of the prefill is rounded otherwise when the prompt's beginning was cached, and which of
         them are kept would depend on it.
         """
-        return self.lse if self.keys.is_cuda else None
+        return self.lse if self.device.type == "cuda" else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,27 +248,6 @@ def forced_recent(recent: int, kept: int) -> int:
     fill the budget, and all heads would keep the same.
     """
     return min(recent, kept // 4)
-
-
-@dataclasses.dataclass(frozen=True)
-class PagesContext:
-    """What an apportioner sees.
-
-    Attributes
-    ----------
-    page_scores : float32 [L, H, C], the best score in each page, descending; protected
-        positions are above all others.
-    total : pages there are to give, a multiple of L * H.
-    page_size : KVs in a page.
-    statistics : float32 [L, K], what the apportioner's ``observe`` said of each layer.
-    facts : about the model.
-    """
-
-    page_scores: torch.Tensor
-    total: int
-    page_size: int
-    statistics: torch.Tensor | None = None
-    facts: ModelFacts = ModelFacts()
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from kvc_kernels.score import window_scores
+from kvc_kernels.windows import WindowOptions
 
 from sgl_kvc.policy.base import LayerContext, ModelFacts, apportioner, scorer
+from sgl_kvc.policy.kvs import PromptKVs
 from sgl_kvc.policy.selection import Selection, select
 from sgl_kvc.spec import CompressionSpec, Extent
 
@@ -58,37 +62,54 @@ class PromptScores:
         self,
         layer: int,
         queries: torch.Tensor,
-        done: int,
-        read: Callable[[], tuple[torch.Tensor, torch.Tensor]],
+        kvs: PromptKVs,
         scale: float,
         lse: torch.Tensor | None = None,
     ) -> None:
         """Look at one layer of a chunk; after the last one the layer is scored.
 
+        See `look`; without other prompts.
+        """
+        context = self.look(layer, queries, kvs, scale, lse)
+        if context is not None:
+            self.score(context)
+
+    def look(
+        self,
+        layer: int,
+        queries: torch.Tensor,
+        kvs: PromptKVs,
+        scale: float,
+        lse: torch.Tensor | None = None,
+    ) -> LayerContext | None:
+        """Look at one layer of a chunk.
+
         Parameters
         ----------
         queries : [t, H*G, D], the chunk's.
-        done : tokens up to the chunk's end.
-        read : gives their keys [done, H, D] and values [done, H, Dv]. Not called for a chunk
-            whose queries need only be remembered, or a long prompt would be read once a chunk.
+        kvs : up to the chunk's end. Not asked for keys by a chunk whose queries need only be
+            remembered, or a long prompt would be read once a chunk.
         scale : factor on the logits.
         lse : float32 [t, H*G], natural log-sum-exp of every query's logits, if known.
+
+        Returns
+        -------
+        context : for `score`, after the last chunk.
         """
+        done = kvs.length
         if done > self.extent.scored:
-            return  # the question
+            return None  # the question
         window, window_lse = self._windows.last(self.spec.window, layer, queries, lse)
         if done < self.extent.scored:
             self._windows.keep(layer, window, window_lse)
             if self._observe is None:
-                return
-        keys, values = read()
-        self._tokens = self._tokens.to(keys.device, non_blocking=True)  # once
+                return None
+        self._tokens = self._tokens.to(kvs.device, non_blocking=True)  # once
         context = LayerContext(
             layer=layer,
             layers=len(self._scores),
             queries=queries,
-            keys=keys,
-            values=values,
+            kvs=kvs,
             scale=scale,
             spec=self.spec,
             tokens=self._tokens[:done],
@@ -101,11 +122,15 @@ class PromptScores:
         if self._observe is not None:
             self.states[layer] = self._observe(context)
         if done < self.extent.scored:
-            return
+            return None
         previous = self._scores[layer - 1] if layer else None
-        context = dataclasses.replace(
+        return dataclasses.replace(
             context, queries=window, lse=window_lse, state=self.states[layer], previous=previous
         )
+
+    def score(self, context: LayerContext) -> None:
+        """Score a layer of which every chunk was looked at."""
+        layer = context.layer
         scores = self._scores[layer] = self._scorer.run(context)
         if self._apportioner.observe is not None:
             context = dataclasses.replace(context, scores=scores)
@@ -123,9 +148,12 @@ class PromptScores:
         self._selection = dataclasses.replace(selection, positions=selection.positions.int())
         self._scores, self._statistics, self.states = [], [], []
 
-    def scores(self) -> torch.Tensor:
-        """float32 [L, H, scored]. Raises RuntimeError while a layer is missing."""
-        found = [layer for layer in self._scores if layer is not None]
+    def scores(self, begin: int = 0, end: int | None = None) -> torch.Tensor:
+        """float32 [L, H, scored], or of [begin, end): a copy.
+
+        Raises RuntimeError while a layer is missing.
+        """
+        found = [layer[:, begin:end] for layer in self._scores if layer is not None]
         if len(found) < len(self._scores):
             raise RuntimeError("scores asked for before every layer was observed")
         return torch.stack(found).float()
@@ -140,17 +168,67 @@ class PromptScores:
             return dataclasses.replace(self._selection, positions=positions)
         extent, observed = self.extent, self._apportioner.observe is not None
         statistics = [each for each in self._statistics if each is not None]
-        selection = select(
-            self.scores()[..., extent.begin : extent.end].contiguous(),
+        return select(
+            self.scores(extent.begin, extent.end),
             self.spec,
             extent.segment_blocks,
             self._page_size,
             tail=extent.scored - extent.end,
             before=extent.begin,
+            begin=extent.begin,
             statistics=torch.stack(statistics) if observed else None,
             facts=self._facts,
         )
-        return dataclasses.replace(selection, positions=selection.positions + extent.begin)
+
+
+def score_together(
+    prompts: Sequence[tuple[PromptScores, LayerContext]], tables: dict[Any, torch.Tensor]
+) -> None:
+    """Score a layer of prompts of a batch; those of the same scorer ask for attention at once.
+
+    Parameters
+    ----------
+    prompts : and what they made of their last chunks; of the same layer.
+    tables : empty at first, the same for all layers of the batch (`kvc_kernels.score`).
+    """
+    groups: dict[Any, list[LayerContext]] = {}
+    for _, context in prompts:
+        groups.setdefault(_asks(context), []).append(context)
+    shared = {key: SharedAttention(group, tables) for key, group in groups.items()}
+    for scores, context in prompts:
+        if context.kvs.layer_k is not None:
+            together = functools.partial(shared[_asks(context)].attention, id(context))
+            context = dataclasses.replace(context, together=together)
+        scores.score(context)
+
+
+def _asks(context: LayerContext) -> Any:
+    """What prompts have in common that ask for the same attention."""
+    return context.spec.scorer, tuple(sorted(context.spec.parameters.items()))
+
+
+class SharedAttention:
+    """Window attention of several prompts in one layer, computed when the first asks for its own.
+
+    Parameters
+    ----------
+    contexts : theirs; their scorers ask for the same.
+    tables : see `score_together`.
+    """
+
+    def __init__(self, contexts: Sequence[LayerContext], tables: dict[Any, torch.Tensor]):
+        self._contexts, self._tables = contexts, tables
+        self._found: dict[WindowOptions, dict[int, torch.Tensor]] = {}
+
+    def attention(self, prompt: int, how: WindowOptions) -> torch.Tensor:
+        """float32 [H, n], that of the context of this id; the caller may change it."""
+        found = self._found.setdefault(how, {})
+        if prompt not in found:
+            first, windows = self._contexts[0], [each.window for each in self._contexts]
+            assert first.kvs.layer_k is not None
+            scores = window_scores(windows, first.kvs.layer_k, first.scale, how, self._tables)
+            found.update(zip(map(id, self._contexts), scores, strict=True))
+        return found.pop(prompt)
 
 
 class QueryWindows(dict[int, tuple[torch.Tensor, torch.Tensor | None]]):

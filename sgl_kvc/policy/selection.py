@@ -5,14 +5,11 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from kvc_kernels.select import kept_positions, rank_pages
+from kvc_kernels.select import RankedPages, protect
 
-from sgl_kvc.policy.base import ModelFacts, PagesContext, apportioner, forced_recent, scorer
+from sgl_kvc.policy.base import ModelFacts, apportioner, forced_recent, scorer
+from sgl_kvc.policy.pages import PagesContext
 from sgl_kvc.spec import CompressionSpec
-
-#: Above every score; falls towards the end of the protected positions so that, should the
-#: budget not hold them all, sinks outlive recent keys and newer keys outlive older ones.
-_PROTECTED = 1e30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +52,7 @@ def select(
     *,
     tail: int = 0,
     before: int = 0,
+    begin: int = 0,
     first: torch.Tensor | None = None,
     statistics: torch.Tensor | None = None,
     facts: ModelFacts | None = None,
@@ -69,6 +67,7 @@ def select(
         the last of the `spec.recent` that are protected (no more than `forced_recent` says).
     before : KVs that are kept in any case and lie before the scored ones; they are the first of
         the `spec.sinks` that are protected.
+    begin : the first score's position, from which those in the result count.
     first : int64 [L * H], where each head's KVs begin, a multiple of `page_size`; scores before
         it are -inf and never chosen. None is zeros.
     statistics : float32 [L, K] for the apportioner (`PagesContext`).
@@ -80,43 +79,9 @@ def select(
         lift(scores, kept, tail)
     recent = forced_recent(spec.recent, kept)
     protect(scores, max(0, spec.sinks - before), recent - tail, first)
-    rows = scores.view(layers * heads, total)
-    order, best = rank_pages(rows, page_size)
-    context = PagesContext(
-        best.view(layers, heads, -1),
-        segment_blocks * layers * heads,
-        page_size,
-        statistics,
-        facts or ModelFacts(),
-    )
+    ranked = RankedPages(scores.view(layers * heads, total), page_size)
+    give = segment_blocks * layers * heads
+    context = PagesContext(ranked, layers, give, statistics, facts or ModelFacts())
     pages = apportioner(spec).run(context).flatten()
-    return Selection(pages, kept_positions(rows, order, pages, page_size, context.total))
+    return Selection(pages, ranked.kept_positions(pages, give, begin))
 
-
-def protect(
-    scores: torch.Tensor, sinks: int, recent: int, first: torch.Tensor | None = None
-) -> None:
-    """Lift the first `sinks` and the last `recent` positions above every score, in place.
-
-    Attention sinks: arXiv 2309.17453. Recent ones: what was read just before the answer.
-
-    Parameters
-    ----------
-    scores : float32 [L, H, S].
-    first : int64 [L * H], where each head's KVs begin; None is zeros.
-    """
-    total = scores.shape[-1]
-    rank = torch.arange(total, device=scores.device, dtype=scores.dtype)
-    last = slice(max(0, total - max(0, recent)), total)
-    protected = _PROTECTED * (1 + rank[last] / total)
-    if first is None:
-        scores[..., last] = protected
-        sinks = min(sinks, total)
-        scores[..., :sinks] = _PROTECTED * (3 - rank[:sinks] / total)
-        return
-    held = total - first.view(*scores.shape[:2], 1)
-    nth = rank - (total - held)
-    scores[..., last] = torch.where(nth[..., last] >= 0, protected, -torch.inf)
-    torch.where(
-        (nth >= 0) & (nth < sinks), _PROTECTED * (3 - nth / total), scores, out=scores
-    )

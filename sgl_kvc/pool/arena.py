@@ -7,6 +7,7 @@ request owns holds the same ``L * H`` head pages in another order (docs/design.m
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -18,6 +19,7 @@ from sglang.srt.constants import GPU_MEMORY_TYPE_KV_CACHE
 from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 
 from sgl_kvc.policy.base import ModelFacts
+from sgl_kvc.policy.kvs import PromptKVs
 from sgl_kvc.pool.spans import SpanTable
 
 
@@ -117,11 +119,24 @@ class ArenaKVPool(MHATokenToKVPool):
 
         Of an fp8 cache in float16, which holds every number of either fp8 type.
         """
-        blocks, offsets = slots.long() // self.page_size, slots.long() % self.page_size
+        kvs = self.prompt(layer_id, slots)
+        return kvs.keys, kvs.values
+
+    def prompt(self, layer_id: int, slots: torch.Tensor) -> PromptKVs:
+        """What `read` gives, for whom may not ask for it. Kernels read keys where they lie."""
         layer = layer_id - self.start_layer
-        found = (each[layer][blocks, :, offsets] for each in (self.k_buffer, self.v_buffer))
-        keys, values = (x.view(self.dtype) for x in found)
-        return (keys.half(), values.half()) if self.dtype.itemsize == 1 else (keys, values)
+
+        def read(buffer: torch.Tensor) -> torch.Tensor:
+            found = buffer[slots.long() // self.page_size, :, slots.long() % self.page_size]
+            return found.view(self.dtype).half() if self.dtype.itemsize == 1 else found
+
+        keys, values = self.k_buffer[layer], self.v_buffer[layer]
+        kvs = PromptKVs(
+            len(slots), self.head_num, keys.device, lambda: read(keys), lambda: read(values)
+        )
+        if use_triton(keys):
+            kvs = dataclasses.replace(kvs, layer_k=keys.view(self.dtype), slots=slots)
+        return kvs
 
     def read_pages(self, pages: torch.Tensor) -> torch.Tensor:
         """Keys of head pages, ids [R, C] in the flat view: [R, C * P, D]. fp8 as `read` has it."""

@@ -10,6 +10,7 @@ from kvc_recall.tasks import sample
 from transformers import AutoTokenizer
 
 from bench.offline import MaskedModel, prompt_tokens
+from sgl_kvc.policy.kvs import PromptKVs
 from sgl_kvc.policy.scores import PromptScores
 from sgl_kvc.spec import Extent, parse
 from tests.servers import sglang
@@ -74,11 +75,9 @@ def test_the_same_is_kept_whatever_the_chunks_and_who_sums(masked, policy):
             for begin in range(0, len(tokens), chunk):
                 end = min(begin + chunk, len(tokens))
                 for layer, (queries, keys, values, lse) in enumerate(seen):
-                    cached = keys[:end], values[:end]
+                    cached = PromptKVs.of(keys[:end], values[:end])
                     known = lse if chunk == len(tokens) else None
-                    scores.observe(
-                        layer, queries[begin:end], end, lambda c=cached: c, scale, known
-                    )
+                    scores.observe(layer, queries[begin:end], cached, scale, known)
             chosen.append(scores.select())
         whole, parts = chosen
         same += whole.positions.equal(parts.positions) and whole.pages.equal(parts.pages)

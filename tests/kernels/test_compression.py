@@ -8,7 +8,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvc_kernels.compact import compact, compact_reference
 from kvc_kernels.score import pool_neighbours, window_attention, window_attention_reference
-from kvc_kernels.select import kept_positions, kept_positions_reference, rank_pages
+from kvc_kernels.select import (
+    RankedPages,
+    compete_reference,
+    kept_positions_reference,
+    weighted,
+)
 from kvc_kernels.store import store
 
 
@@ -50,11 +55,34 @@ def test_selection(data):
     counts = torch.tensor(
         data.draw(st.lists(st.integers(0, pages), min_size=heads, max_size=heads))
     )
-    order, page_scores = rank_pages(scores, page)
+    ranked = RankedPages(scores, page)
+    page_scores = ranked.page_scores
     assert (page_scores.diff(dim=-1) <= 0).all()
     assert page_scores[:, 0].tolist() == scores.amax(-1).tolist()
-    got = kept_positions(scores, order, counts, page, int(counts.sum()))
-    assert got.tolist() == kept_positions_reference(scores, counts, page).tolist()
+    assert ranked.above(1.0).tolist() == (page_scores > 1).sum(1).tolist()
+    got = ranked.kept_positions(counts, int(counts.sum()), 100)
+    assert (got - 100).tolist() == kept_positions_reference(scores, counts, page).tolist()
+
+
+@settings(max_examples=100, deadline=None)
+@given(data=st.data())
+def test_competition(data):
+    """Groups of heads with any pages, many of them equal, and so many that they have already."""
+    groups, heads, pages, page = (data.draw(st.integers(1, most)) for most in (3, 4, 6, 3))
+    row = st.lists(st.integers(-3, 3).map(float), min_size=pages * page, max_size=pages * page)
+    rows = groups * heads
+    scores = torch.tensor(data.draw(st.lists(row, min_size=rows, max_size=rows)))
+    safe = data.draw(st.lists(st.integers(0, pages), min_size=groups, max_size=groups))
+    won = [data.draw(st.integers(0, heads * (pages - least))) for least in safe]
+    ranked = RankedPages(scores, page)
+    expected = compete_reference(ranked.page_scores, won, safe, groups)
+    assert ranked.compete(torch.tensor(won), torch.tensor(safe), groups).equal(expected)
+    if groups == 1:
+        assert ranked.compete(won[0], safe[0], 1).equal(expected)
+    weights = torch.rand(rows) + 0.5
+    got = ranked.compete(torch.tensor(won), torch.tensor(safe), groups, weights, 2.0)
+    by_weight = weighted(ranked.page_scores, weights, 2.0)
+    assert got.equal(compete_reference(by_weight, won, safe, groups))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)

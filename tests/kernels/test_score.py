@@ -6,13 +6,12 @@ import math
 
 import pytest
 import torch
+from kvc_kernels.projection import projected_norm, projected_norm_reference
 from kvc_kernels.score import (
     causal_attention,
     causal_logits,
     fade_to_neighbours,
     pool_neighbours,
-    projected_norm,
-    projected_norm_reference,
     put_first,
     put_last_first,
     window_attention,

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
+from sgl_kvc.pool.arena import ArenaKVPool
+from tests.launches import Launches
+from tests.sgl_kvc import fake_gpu
 from tests.sgl_kvc.test_cache import Lives
 
 
@@ -19,3 +23,20 @@ def checked_lives() -> Iterator[Lives]:
     lives.accounting()
     lives.contents()
     lives.teardown()
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
+    """While it lasts CUDA tensors are fake; what would be launched on them."""
+    with fake_gpu.fake_gpu(monkeypatch) as launches:
+        yield launches
+
+
+@pytest.fixture
+def gpu_pool(gpu) -> ArenaKVPool:
+    return fake_gpu.make_pool()
+
+
+@pytest.fixture
+def gpu_rows(gpu) -> SimpleNamespace:
+    return fake_gpu.make_rows()

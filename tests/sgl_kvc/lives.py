@@ -25,6 +25,7 @@ from sgl_kvc.cache.request import Request
 from sgl_kvc.compat.scheduling import compress_due, relieve_decode
 from sgl_kvc.platform.allocator import TorchPagedAllocator
 from sgl_kvc.policy.base import ModelFacts
+from sgl_kvc.policy.kvs import PromptKVs
 from sgl_kvc.pool.arena import ArenaKVPool
 
 LAYERS, HEADS, GROUP, DIM, PAGE = 2, 3, 2, 4, 4
@@ -137,8 +138,7 @@ class World:
             for layer in range(LAYERS) if scores is not None else ():
                 queries = torch.randn(end - begin, HEADS * GROUP, DIM)
                 keys, values = self.pool.read(layer, row[:end])
-                cached = keys / 8191, values
-                scores.observe(layer, queries, end, lambda cached=cached: cached, 1.0)
+                scores.observe(layer, queries, PromptKVs.of(keys / 8191, values), 1.0)
             if self.pool.spans.tracks_attention(req.req_pool_idx):
                 self.pool.reset_metric(slots)
         return True

@@ -7,6 +7,7 @@ import dataclasses
 import torch
 
 from sgl_kvc.policy.base import LayerContext, ModelFacts, scorer
+from sgl_kvc.policy.kvs import PromptKVs
 from sgl_kvc.spec import parse
 
 LAYERS, DIM, HIDDEN = 2, 8, 12
@@ -59,7 +60,7 @@ def score(p: Prompt, name: str, chunk: int = 1 << 20, **knob) -> torch.Tensor:
     spec = parse({"rate": 4, "scorer": name, "apportioner": "uniform", **knob})
     method, n = scorer(spec), len(p.queries)
     context = LayerContext(
-        p.layer, LAYERS, p.queries[-spec.window :], p.keys, p.values, p.scale, spec,
+        p.layer, LAYERS, p.queries[-spec.window :], PromptKVs.of(p.keys, p.values), p.scale, spec,
         p.tokens, p.kept, p.facts,
     )  # fmt: skip
     state = None
@@ -69,8 +70,7 @@ def score(p: Prompt, name: str, chunk: int = 1 << 20, **knob) -> torch.Tensor:
             part = dataclasses.replace(
                 context,
                 queries=p.queries[begin:end],
-                keys=p.keys[:end],
-                values=p.values[:end],
+                kvs=PromptKVs.of(p.keys[:end], p.values[:end]),
                 tokens=p.tokens[:end],
                 state=state,
                 last_chunk=end == n,

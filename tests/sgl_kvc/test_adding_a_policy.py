@@ -12,9 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from sgl_kvc.policy.base import LayerContext, PagesContext, apportioner, scorer
+from sgl_kvc.policy.base import LayerContext, apportioner, scorer
+from sgl_kvc.policy.kvs import PromptKVs
 from sgl_kvc.policy.selection import select
 from sgl_kvc.spec import PRESETS, CompressionSpec, Preset, SpecError, catalogue, parse
+from tests.sgl_kvc.contexts import pages_context
 
 GUIDE = (Path(__file__).parents[2] / "docs" / "adding-a-policy.md").read_text()
 FILES = re.findall(r"`sgl_kvc/policy/(\w+)/(\w+)\.py`:\n\n```python\n(.*?)```", GUIDE, re.DOTALL)
@@ -44,7 +46,7 @@ def layer(index: int, spec: CompressionSpec) -> LayerContext:
     keys, values = torch.randn(2, TOKENS, HEADS, DIM)
     queries = torch.randn(spec.window, HEADS * GROUP, DIM)
     tokens = torch.zeros(TOKENS, dtype=torch.int64)
-    return LayerContext(index, LAYERS, queries, keys, values, 0.3, spec, tokens, 12)
+    return LayerContext(index, LAYERS, queries, PromptKVs.of(keys, values), 0.3, spec, tokens, 12)
 
 
 def test_the_request_of_the_guide_is_served():
@@ -73,7 +75,7 @@ def test_the_scorer_multiplies_attention_and_value():
 @pytest.mark.parametrize("mean", [1, 5, 12])
 def test_the_apportioner_keeps_the_contract(dense_layers, factor, mean):
     spec = parse(KNOB | {"dense_layers": dense_layers, "factor": factor})
-    context = PagesContext(torch.zeros(LAYERS, HEADS, 12), mean * LAYERS * HEADS, 8)
+    context = pages_context(torch.zeros(LAYERS, HEADS, 12), mean * LAYERS * HEADS)
     counts = apportioner(spec).run(context)
     assert int(counts.sum()) == context.total
     assert int(counts.min()) >= 1

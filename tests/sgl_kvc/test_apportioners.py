@@ -14,8 +14,11 @@ from kvc_kernels.score import put_first
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sgl_kvc.policy.apportioners.cake import observe
-from sgl_kvc.policy.base import LayerContext, ModelFacts, PagesContext, apportioner
+from sgl_kvc.policy.base import LayerContext, ModelFacts, apportioner
+from sgl_kvc.policy.kvs import PromptKVs
+from sgl_kvc.policy.pages import PagesContext
 from sgl_kvc.spec import CompressionSpec, Parameter, methods, parse
+from tests.sgl_kvc.contexts import pages_context
 
 #: (the apportioner, its parameters): all at their defaults, then every mix of their bounds.
 CASES = []
@@ -39,7 +42,7 @@ def pages(name: str, context: PagesContext, **parameters) -> list[list[int]]:
     knob = {"rate": 2, "scorer": "attention-window", "apportioner": name, **parameters}
     method = apportioner(parse(knob))
     counts = method.run(context)
-    layers, heads, most = context.page_scores.shape
+    layers, heads, most = context.layers, context.heads, context.pages
     assert counts.dtype == torch.int64
     assert counts.shape == (layers, heads)
     assert int(counts.sum()) == context.total
@@ -51,7 +54,7 @@ def pages(name: str, context: PagesContext, **parameters) -> list[list[int]]:
 
 def flat(layers: int, heads: int, most: int, mean: int, **fields) -> PagesContext:
     """A context whose pages all score the same."""
-    return PagesContext(torch.zeros(layers, heads, most), mean * layers * heads, 16, **fields)
+    return pages_context(torch.zeros(layers, heads, most), mean * layers * heads, **fields)
 
 
 @pytest.mark.parametrize(("name", "parameters"), CASES)
@@ -69,8 +72,8 @@ def test_contract(name, parameters, data):
     scores = drawn(layers, heads, most)
     scores[..., : data.draw(st.integers(0, most))] = 1e30
     facts = ModelFacts(head_profile=drawn(layers, heads).clamp(0, 1))
-    context = PagesContext(
-        scores.sort(descending=True).values, mean * layers * heads, 8, drawn(layers, 2), facts
+    context = pages_context(
+        scores.sort(descending=True).values, mean * layers * heads, drawn(layers, 2), facts
     )
     pages(name, context, **parameters)
 
@@ -112,7 +115,7 @@ def test_adaptive_lets_the_heads_of_a_layer_compete():
             [[9.0, 1, 1, 0, 0, 0], [8, 7, 2, 2, 2, 0]],  # 7, 2, 2, 2 against 1 and 1
         ]
     )
-    context = PagesContext(scores * 1e-3, 3 * 4, 16)
+    context = pages_context(scores * 1e-3, 3 * 4)
     assert pages("adaptive", context) == [[5, 1], [1, 5]]
     assert pages("adaptive", context, floor=0.5) == [[4, 2], [2, 4]]
     assert pages("adaptive", context, floor=1) == [[3, 3], [3, 3]]
@@ -122,14 +125,14 @@ def test_adaptive_floor_is_a_share_of_the_mean():
     """A head that always loses keeps ceil(floor * mean)."""
     scores = torch.stack([torch.full((20,), 2.0), torch.ones(20)])[None]
     for floor, kept in [(0, 1), (0.2, 2), (0.25, 3), (0.3, 3), (1, 10)]:
-        context = PagesContext(scores, 20, 16)
+        context = pages_context(scores, 20)
         assert pages("adaptive", context, floor=floor) == [[20 - kept, kept]]
 
 
 def _layer(queries: torch.Tensor, keys: torch.Tensor, scale: float) -> LayerContext:
     spec = CompressionSpec(rate=2)
     tokens = torch.zeros(keys.shape[0], dtype=torch.int64)
-    return LayerContext(0, 1, queries, keys, keys, scale, spec, tokens, 1)
+    return LayerContext(0, 1, queries, PromptKVs.of(keys, keys), scale, spec, tokens, 1)
 
 
 def test_cake_observes_entropy_and_variance_before_the_window():
@@ -171,25 +174,26 @@ def test_cake_gives_every_layer_its_window_first():
     scores = torch.zeros(2, 1, 50)
     scores[..., :3] = 1e30
     one_sided = torch.tensor([[1e4, 1e4], [0.0, 0.0]])
-    assert pages("cake", PagesContext(scores, 20, 16, one_sided)) == [[17], [3]]
+    assert pages("cake", pages_context(scores, 20, one_sided)) == [[17], [3]]
 
 
 def test_global_counts_a_retrieval_heads_pages_for_more():
     scores = torch.tensor([[[9.0, 4, 2, 1], [9, 3, 3, 3]]])
     facts = ModelFacts(head_profile=torch.tensor([[0.3, 0.1]]))  # 1.5 and 0.5 times the mean
-    known = PagesContext(scores, 4, 16, facts=facts)
+    known = pages_context(scores, 4, facts=facts)
     unknown = replace(known, facts=ModelFacts())
     assert pages("global", known) == [[2, 2]]
     assert pages("global", known, profile_power=1.0) == [[3, 1]], "6 and 3 against 1.5"
     assert pages("global", known, profile_power=0.1) == [[2, 2]], "4.2 and 2.1 against 2.8"
     assert pages("global", unknown, profile_power=8.0) == [[2, 2]]
-    assert pages("global", replace(known, page_scores=scores - 10), profile_power=8.0) == [[3, 1]]
+    below = pages_context(scores - 10, 4, facts=facts)
+    assert pages("global", below, profile_power=8.0) == [[3, 1]]
 
 
 def test_global_keeps_what_is_protected_whatever_the_profile():
     scores = torch.tensor([[[1e30, 1e30, 1], [9, 8, 7]]])
     facts = ModelFacts(head_profile=torch.tensor([[0.0, 0.2]]))
-    context = PagesContext(scores, 4, 16, facts=facts)
+    context = pages_context(scores, 4, facts=facts)
     assert pages("global", context, profile_power=8.0) == [[2, 2]]
     nobody = replace(context, facts=ModelFacts(head_profile=torch.zeros(1, 2)))
     assert pages("global", nobody, profile_power=8.0) == [[2, 2]]
@@ -199,9 +203,9 @@ PROFILE = torch.tensor([[0.1, 0.9, 0.3, 0.2], [0.8, 0.1, 0.0, 0.1]])
 
 
 def profiled(mean: int, most: int, protected: int = 1) -> PagesContext:
-    context = flat(2, 4, most, mean, facts=ModelFacts(head_profile=PROFILE))
-    context.page_scores[..., :protected] = 1e30
-    return context
+    scores = torch.zeros(2, 4, most)
+    scores[..., :protected] = 1e30
+    return pages_context(scores, mean * 8, facts=ModelFacts(head_profile=PROFILE))
 
 
 def test_head_profile_gives_retrieval_heads_the_rest():
@@ -235,7 +239,7 @@ def test_by_need_gives_every_head_the_same_share_of_its_need():
         scores[0, head, :needed] = put_first(torch.zeros(1), torch.tensor([True]))
 
     def each(mean: int) -> list[int]:
-        return pages("by-need", PagesContext(scores, 3 * mean, 8))[0]
+        return pages("by-need", pages_context(scores, 3 * mean))[0]
 
     assert each(2) == [1, 1, 4], "6 for 12; no head below a page"
     assert each(4) == [1, 3, 8], "all that they need"
@@ -249,7 +253,7 @@ def test_nothing_waits_for_the_device(name):
     method = apportioner(parse({"rate": 2, "scorer": "attention-window", "apportioner": name}))
     with FakeTensorMode():
         facts = ModelFacts(head_profile=torch.rand(4, 3))
-        context = PagesContext(torch.rand(4, 3, 9), 5 * 12, 16, torch.rand(4, 2), facts)
+        context = pages_context(torch.rand(4, 3, 9), 5 * 12, torch.rand(4, 2), facts)
         counts = method.run(context)
         assert counts.shape == (4, 3)
         if method.observe is not None:

@@ -7,6 +7,7 @@ import math
 import pytest
 import torch
 
+from sgl_kvc.policy.kvs import PromptKVs
 from sgl_kvc.policy.scorers.keyformer import _gumbel
 from sgl_kvc.policy.scores import PromptScores
 from sgl_kvc.spec import Extent, parse
@@ -56,7 +57,7 @@ def test_keys_that_get_all_of_a_query_tie_whatever_prefill_rounds(policy):
     for noise in (0.0, 3e-5):
         rounded = lse[:, None].repeat(1, 2) + noise * torch.randn(64, 2)
         scores = PromptScores(spec, Extent.of(spec, 64, 16), [1] * 64, 16, 1)
-        scores.observe(0, p.queries, 64, lambda: (p.keys, p.values), p.scale, rounded)
+        scores.observe(0, p.queries, PromptKVs.of(p.keys, p.values), p.scale, rounded)
         chosen.append(scores.scores())
     assert chosen[0].equal(chosen[1])
 

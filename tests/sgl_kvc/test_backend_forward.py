@@ -41,7 +41,7 @@ class Seen:
     def __init__(self) -> None:
         self.shown: list[tuple[Any, ...]] = []
 
-    def observe(self, *arguments: Any) -> None:
+    def look(self, *arguments: Any) -> None:
         self.shown.append(arguments)
 
 
@@ -191,13 +191,13 @@ def test_prompts_with_scores_see_their_own_chunk(backend):
     lse = torch.arange(9.0)
     backend._observe(q, lse, new_layer(), batch)
     backend._observe(q, None, new_layer(), batch)
-    (local, queries, end, read, scale, known), unknown = scored.scores.shown
-    assert (local, end, scale) == (2, 10, SCALE)
+    (local, queries, kvs, scale, known), unknown = scored.scores.shown
+    assert (local, kvs.length, kvs.heads, scale) == (2, 10, HEADS, SCALE)
     assert torch.equal(queries, q[8:])
     assert known.tolist() == [8.0]
     assert unknown[-1] is None
     expected = backend.pool.read(LAYER, backend.req_to_token[2, :10])
-    assert all(torch.equal(*pair) for pair in zip(read(), expected, strict=True))
+    assert all(torch.equal(*pair) for pair in zip((kvs.keys, kvs.values), expected, strict=True))
 
 
 def test_prefill_shows_prompts_their_queries(backend):
@@ -207,11 +207,11 @@ def test_prefill_shows_prompts_their_queries(backend):
     batch, (q, k, v) = batch_of(backend, ForwardMode.EXTEND, CHUNKS), drawn(9)
     backend.init_forward_metadata(batch)
     backend.forward_extend(q, k, v, new_layer(), batch)
-    ((_, queries, end, read, _, _),) = scored.scores.shown
+    ((_, queries, kvs, _, _),) = scored.scores.shown
     assert queries.shape == (3, HEADS * GROUP, DIM)
     assert torch.equal(queries.flatten(1), q[5:8])
-    assert end == 3
-    assert torch.equal(read()[0].flatten(1), k[5:8]), "its new keys are stored before"
+    assert kvs.length == 3
+    assert torch.equal(kvs.keys.flatten(1), k[5:8]), "its new keys are stored before"
 
 
 def test_a_batch_without_names(backend):

@@ -29,6 +29,9 @@ def chosen(monkeypatch):
     monkeypatch.setattr(backend, "KvcAttentionBackend", Made)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
 
+    ready = []
+    monkeypatch.setattr(select, "_warm_up", lambda *made: ready.append(made))
+
     def choose(asked: str | None, device: str, interpreter: bool = False, fastest: str = ""):
         monkeypatch.delenv(VARIABLE, raising=False)
         if asked is not None:
@@ -36,8 +39,10 @@ def chosen(monkeypatch):
         monkeypatch.setattr(select, "interpreted", lambda: interpreter)
         monkeypatch.setattr(select, "FASTEST", {(9, 0): fastest} if fastest else {})
         runner = SimpleNamespace(device=device)
+        ready.clear()
         made = create(runner)
         assert made.runner is runner
+        assert ready == ([(made, runner)] if device == "cuda" else [])
         return made.kernels
 
     return choose

@@ -36,6 +36,7 @@ from kvc_recall.tasks import sample
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from sgl_kvc.policy.base import LayerContext, ModelFacts, scorer
+from sgl_kvc.policy.kvs import PromptKVs
 from sgl_kvc.policy.selection import select
 from sgl_kvc.spec import parse
 
@@ -140,8 +141,7 @@ def ours(layers: list[Layer], tokens: torch.Tensor, facts: ModelFacts, **knob) -
             layer=index,
             layers=len(layers),
             queries=layer.queries[0].transpose(0, 1),
-            keys=layer.keys[0].transpose(0, 1),
-            values=layer.values[0].transpose(0, 1),
+            kvs=PromptKVs.of(layer.keys[0].transpose(0, 1), layer.values[0].transpose(0, 1)),
             scale=layer.module.scaling,
             spec=spec,
             tokens=tokens,

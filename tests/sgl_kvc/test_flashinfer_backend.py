@@ -186,6 +186,37 @@ def test_decode(runner, kernel):
     assert (backend._decode is None) == (kernel is None)
 
 
+def test_captured_batches_share_one_table(runner):
+    """Larger ones, which are not captured, get another; the graphs keep theirs."""
+    backend = FlashInferAttentionBackend(runner, "xqa")
+    backend.init_cuda_graph_state(1, 1)
+    answer(backend, ForwardMode.DECODE, {1: (70, 1)})
+    captured = backend._decode
+    assert captured.buffers.rows == HEADS
+    larger = {1: (70, 1), 2: (20, 1)}
+    expected = answer(KvcAttentionBackend(runner), ForwardMode.DECODE, larger)
+    got = answer(backend, ForwardMode.DECODE, larger)
+    torch.testing.assert_close(got, expected, atol=2e-3, rtol=2e-3)
+    assert backend._decode.buffers.rows == 2 * HEADS
+    answer(backend, ForwardMode.DECODE, {2: (20, 1)})
+    assert backend._decode is captured
+
+
+def test_an_idle_batch(runner):
+    """Of a rank that has nothing to do while others decode."""
+    backend = FlashInferAttentionBackend(runner, "fa2")
+    answer(backend, ForwardMode.DECODE, {1: (70, 1)})
+    device = backend.req_to_token.device
+    none = torch.zeros(0, dtype=torch.int64, device=device)
+    backend.init_forward_metadata(
+        SimpleNamespace(
+            forward_mode=ForwardMode.IDLE, batch_size=0, rids=[], req_pool_indices=none,
+            seq_lens=none, seq_lens_cpu=none.cpu(), out_cache_loc=none,
+        )
+    )  # fmt: skip
+    assert backend._decode is None
+
+
 @pytest.mark.parametrize("how", ["wrong", "not there"])
 def test_where_flashinfer_cannot_prefill_triton_does(runner, how, monkeypatch, caplog):
     def broken(self, *args, **kwargs):
@@ -217,6 +248,7 @@ def test_where_flashinfer_cannot_prefill_triton_does(runner, how, monkeypatch, c
 def test_what_is_chosen_on_a_gpu(runner, chosen, fastest, kind, kernel, monkeypatch):
     skip_unless_supported(kernel)
     runner.device = "cuda"  # that of its tensors stays what it is
+    monkeypatch.setattr(select, "_warm_up", lambda *_: None)
     monkeypatch.setenv(select.VARIABLE, chosen)
     capability = torch.cuda.get_device_capability()
     monkeypatch.setattr(select, "FASTEST", {capability: fastest} if fastest else {})

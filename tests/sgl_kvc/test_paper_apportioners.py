@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from sgl_kvc.policy.apportioners.by_error import observe
-from sgl_kvc.policy.base import PagesContext, scorer
+from sgl_kvc.policy.base import scorer
 from sgl_kvc.policy.selection import select
 from sgl_kvc.spec import parse
+from tests.sgl_kvc.contexts import pages_context
 from tests.sgl_kvc.prompts import DIM, HIDDEN, prompt
 from tests.sgl_kvc.test_apportioners import flat, pages
 from tests.sgl_kvc.test_paper_scorers import _context
@@ -27,7 +28,7 @@ def test_adaptive_pyramid(seed, floor, beta):
     torch.manual_seed(seed)
     layers, heads, most, mean = 5, 3, 30, 8
     scores = torch.rand(layers, heads, most).sort(descending=True).values
-    context = PagesContext(scores, layers * heads * mean, 16)
+    context = pages_context(scores, layers * heads * mean)
     shares = pages("pyramid", context, beta=beta)
     expected = []
     for layer, (share, *_) in enumerate(shares):
@@ -91,8 +92,9 @@ def test_by_error_observes_what_is_lost_of_the_output(shape, kept):
 
 def test_by_error_gives_in_proportion_up_to_a_limit():
     errors = torch.tensor([[0.2], [0.1], [0.5], [0.0]])
-    context = flat(4, 2, 50, 11, statistics=errors)
-    context.page_scores[..., :1] = 1e30
+    scores = torch.zeros(4, 2, 50)
+    scores[..., :1] = 1e30
+    context = pages_context(scores, 11 * 8, errors)
     assert [row[0] for row in pages("by-error", context)] == [1 + 10, 1 + 5, 1 + 25, 1]
     limited = [row[0] for row in pages("by-error", context, limit=2.0)]
     assert limited == [1 + 13, 1 + 6, 22, 1], "19 for 2 to 1"

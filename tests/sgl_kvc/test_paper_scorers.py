@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from sgl_kvc.policy.base import HeldContext, LayerContext, scorer
+from sgl_kvc.policy.kvs import PromptKVs
 from sgl_kvc.spec import parse
 from tests.sgl_kvc.prompts import DIM, Prompt, close, prompt, ranking, score
 
@@ -19,8 +20,8 @@ shapes = pytest.mark.parametrize("shape", SHAPES, ids=["gqa", "mqa", "mha"])
 
 def _context(p: Prompt, spec) -> LayerContext:
     return LayerContext(
-        p.layer, 2, p.queries[-spec.window :], p.keys, p.values, p.scale, spec, p.tokens, p.kept,
-        p.facts,
+        p.layer, 2, p.queries[-spec.window :], PromptKVs.of(p.keys, p.values), p.scale, spec,
+        p.tokens, p.kept, p.facts,
     )  # fmt: skip
 
 

@@ -8,10 +8,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvc_kernels.select import protect
 
-from sgl_kvc.policy.base import LayerContext, ModelFacts, PagesContext, apportioner, scorer
-from sgl_kvc.policy.selection import protect, select
+from sgl_kvc.policy.base import LayerContext, ModelFacts, apportioner, scorer
+from sgl_kvc.policy.kvs import PromptKVs
+from sgl_kvc.policy.selection import select
 from sgl_kvc.spec import PRESETS, CompressionSpec, methods, parse
+from tests.sgl_kvc.contexts import pages_context
 
 LAYERS, HEADS, GROUP, DIM = 2, 3, 2, 8
 
@@ -38,8 +41,7 @@ def _context(tokens: int, spec: CompressionSpec, layer: int = 0) -> LayerContext
         layer,
         LAYERS,
         torch.randn(window, HEADS * GROUP, DIM),
-        torch.randn(tokens, HEADS, DIM),
-        torch.randn(tokens, HEADS, DIM),
+        PromptKVs.of(torch.randn(tokens, HEADS, DIM), torch.randn(tokens, HEADS, DIM)),
         DIM**-0.5,
         spec,
         torch.randint(50, (tokens,)),
@@ -85,7 +87,7 @@ def test_apportioners(name, data):
         layers = [_context(40, spec, layer) for layer in range(LAYERS)]
         layers = [replace(layer, scores=_score(layer)) for layer in layers]
         statistics = torch.stack([method.observe(layer) for layer in layers])
-    context = PagesContext(page_scores, blocks * LAYERS * HEADS, 16, statistics, _facts())
+    context = pages_context(page_scores, blocks * LAYERS * HEADS, statistics, _facts())
     counts = method.run(context)
     assert counts.shape == (LAYERS, HEADS)
     assert counts.sum() == blocks * LAYERS * HEADS
@@ -109,7 +111,7 @@ def test_the_catalogue_describes_every_method(family):
 def test_global_gives_pages_to_the_best_heads():
     page_scores = torch.tensor([[[9.0, 8, 7, 6], [5, 0, 0, 0]], [[5, 1, 0, 0], [5, 0, 0, 0]]])
     method = apportioner(CompressionSpec(rate=4, apportioner="global"))
-    assert method.run(PagesContext(page_scores, 8, 16)).tolist() == [[4, 1], [2, 1]]
+    assert method.run(pages_context(page_scores, 8)).tolist() == [[4, 1], [2, 1]]
 
 
 @pytest.mark.parametrize("preset", sorted(PRESETS))
@@ -145,7 +147,7 @@ def _attended(group: list[range]) -> LayerContext:
     facts = ModelFacts(output_projection=[torch.ones(1, heads * DIM)])
     spec, ids = CompressionSpec(rate=8), torch.zeros(tokens, dtype=torch.int64)
     values = torch.ones(tokens, heads, DIM)
-    return LayerContext(0, 1, queries, keys, values, 1.0, spec, ids, 32, facts)
+    return LayerContext(0, 1, queries, PromptKVs.of(keys, values), 1.0, spec, ids, 32, facts)
 
 
 WINDOWED = ["attention-window", "critical", "defensive", "cake"]

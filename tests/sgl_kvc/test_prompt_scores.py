@@ -8,6 +8,7 @@ from kvc_kernels.score import causal_logits
 
 from sgl_kvc.policy import scores as scores_module
 from sgl_kvc.policy.base import LayerContext, Method, ModelFacts
+from sgl_kvc.policy.kvs import PromptKVs
 from sgl_kvc.policy.scores import PromptScores
 from sgl_kvc.policy.selection import Selection
 from sgl_kvc.spec import Extent, parse
@@ -22,6 +23,16 @@ def drawn() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     return torch.randn(N, HEADS * GROUP, DIM), *torch.randn(2, N, HEADS, DIM)
 
 
+def watched(keys: torch.Tensor, values: torch.Tensor, read: list[int]) -> PromptKVs:
+    """Notes in `read` that keys were asked for, and of how many tokens."""
+
+    def read_keys() -> torch.Tensor:
+        read.append(len(keys))
+        return keys
+
+    return PromptKVs(len(keys), HEADS, keys.device, read_keys, lambda: values)
+
+
 def scored(knob: dict, drawn, ends: list[int], *, with_lse: bool) -> tuple[torch.Tensor, list[int]]:
     """Scores after chunks that end so, and the lengths at which keys were read."""
     queries, keys, values = drawn
@@ -32,13 +43,9 @@ def scored(knob: dict, drawn, ends: list[int], *, with_lse: bool) -> tuple[torch
     read, begin = [], 0
     for end in ends:
 
-        def cached(end=end) -> tuple[torch.Tensor, torch.Tensor]:
-            read.append(end)
-            return keys[:end], values[:end]
-
         mine = slice(begin, end)
         known = lse[mine] if with_lse else None
-        scores.observe(0, queries[mine], end, cached, SCALE, known)
+        scores.observe(0, queries[mine], watched(keys[:end], values[:end], read), SCALE, known)
         begin = end
     return scores.scores(), read
 
@@ -78,6 +85,7 @@ class Methods:
 
     def observe(self, context: LayerContext) -> int:
         self.observed.append(context)
+        assert len(context.keys) == context.length
         return (context.state or 0) + len(context.queries)
 
     def weigh(self, context: LayerContext) -> torch.Tensor:
@@ -90,12 +98,9 @@ def observe(scores: PromptScores, begin: int, end: int, drawn, layers=range(LAYE
     queries, keys, values = drawn
     read = []
 
-    def cached() -> tuple[torch.Tensor, torch.Tensor]:
-        read.append(end)
-        return keys[:end], values[:end]
-
     for layer in layers:
-        scores.observe(layer, queries[begin:end], end, cached, SCALE, lse)
+        kvs = watched(keys[:end], values[:end], read)
+        scores.observe(layer, queries[begin:end], kvs, SCALE, lse)
     return len(read)
 
 
@@ -222,7 +227,7 @@ def test_what_is_selected(drawn, monkeypatch, statistics):
 
     def select(given: torch.Tensor, spec, blocks: int, page: int, **how) -> Selection:
         told.update(how, scores=given, spec=spec, blocks=blocks, page=page)
-        return Selection(torch.tensor([1]), torch.tensor([0, 3, 7]))
+        return Selection(torch.tensor([1]), torch.tensor([8, 11, 15]))
 
     monkeypatch.setattr(scores_module, "select", select)
     facts = ModelFacts(neox=False)
@@ -238,7 +243,7 @@ def test_what_is_selected(drawn, monkeypatch, statistics):
     assert told["scores"].is_contiguous()
     assert told["spec"] is scores.spec
     assert (told["blocks"], told["page"]) == (extent.segment_blocks, PAGE)
-    assert (told["tail"], told["before"]) == (0, 8)
+    assert (told["tail"], told["before"], told["begin"]) == (0, 8, 8)
     assert told["facts"] is facts
     assert chosen.positions.tolist() == [8, 11, 15]
     assert chosen.pages.tolist() == [1]

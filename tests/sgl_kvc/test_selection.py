@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from kvc_kernels.select import protect
 
 from sgl_kvc.policy import selection
-from sgl_kvc.policy.base import Method, ModelFacts, PagesContext, forced_recent
-from sgl_kvc.policy.selection import protect, select
+from sgl_kvc.policy.base import Method, ModelFacts, forced_recent
+from sgl_kvc.policy.pages import PagesContext
+from sgl_kvc.policy.selection import select
 from sgl_kvc.spec import parse
 
 INF = torch.inf
@@ -157,7 +159,8 @@ def test_what_methods_are_told(monkeypatch):
     assert context.page_scores.shape == (2, 3, 8)
     assert (context.page_scores[..., 0] == 9).all()
     assert (context.page_scores.diff() <= 0).all()
-    assert (context.total, context.page_size) == (12, 4)
+    assert (context.total, context.ranked.page_size) == (12, 4)
+    assert (context.layers, context.heads, context.pages, context.mean) == (2, 3, 8, 2)
     assert context.statistics is statistics
     assert context.facts is facts
     assert (chosen.positions.view(6, 8) == 17).any(-1).all()

@@ -10,10 +10,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kvc_kernels.select import protect
 
 from sgl_kvc.policy.apportioners._shares import protected_pages, split
-from sgl_kvc.policy.base import PagesContext
-from sgl_kvc.policy.selection import protect
+from tests.sgl_kvc.contexts import pages_context
 
 
 @settings(max_examples=300, deadline=None)
@@ -63,6 +63,6 @@ def test_split_by_hand(total, weights, least, most, shares):
 def test_protected_pages_are_told_from_the_scores(sinks, recent, expected):
     scores = torch.full((2, 3, 64), 1e20)
     protect(scores, sinks, recent)
-    context = PagesContext(scores.sort(descending=True).values[..., ::8], 5 * 6, 8)
+    context = pages_context(scores.sort(descending=True).values[..., ::8], 5 * 6)
     assert int(protected_pages(context)) == expected
     assert int(protected_pages(replace(context, total=6))) == 1

@@ -9,6 +9,7 @@ import torch
 
 from sgl_kvc.cache.states import StateCache, state_bytes
 from sgl_kvc.policy.base import LayerContext, ModelFacts, scorer
+from sgl_kvc.policy.kvs import PromptKVs
 from sgl_kvc.spec import methods, parse
 
 
@@ -98,7 +99,7 @@ def test_the_states_of_every_scorer_can_be_counted(name):
     queries, keys = torch.randn(n, heads * 2, dim), torch.randn(n, heads, dim)
     angles = torch.arange(n)[:, None] * torch.ones(dim // 2)
     context = LayerContext(
-        layer=0, layers=1, queries=queries, keys=keys, values=keys, scale=1.0,
+        layer=0, layers=1, queries=queries, kvs=PromptKVs.of(keys, keys), scale=1.0,
         spec=parse({"rate": 2, "scorer": name, "apportioner": "uniform"}),
         tokens=torch.arange(n), kept=4,
         facts=ModelFacts(cos_sin=torch.cat([angles.cos(), angles.sin()], dim=1)),

@@ -10,6 +10,7 @@ from sglang.srt.server_args import ServerArgs, set_global_server_args_for_schedu
 from sgl_kvc.cache.held_scores import HeldScores
 from sgl_kvc.cache.request import Request
 from sgl_kvc.policy.base import LayerContext, scorer
+from sgl_kvc.policy.kvs import PromptKVs
 from sgl_kvc.spec import SpecError, parse
 from tests import tiny_models
 from tests.sgl_kvc.documents import end
@@ -199,7 +200,8 @@ def test_every_head_is_scored_over_what_it_holds(checked_lives):
             held = positions[layer * HEADS + head]
             keys = content[held, layer, head][:, None]
             context = LayerContext(
-                layer, LAYERS, seen[layer].view(-1, HEADS, GROUP, DIM)[:, head], keys, -keys, 1.0,
+                layer, LAYERS, seen[layer].view(-1, HEADS, GROUP, DIM)[:, head],
+                PromptKVs.of(keys, -keys), 1.0,
                 request.spec, torch.zeros(0), 0,
             )  # fmt: skip
             expected = scorer(request.spec).run(context)[0]

@@ -10,6 +10,7 @@ from kvc_kernels.repeat import leverage
 from kvc_kernels.score import fade_to_neighbours
 
 from sgl_kvc.policy.base import LayerContext, scorer
+from sgl_kvc.policy.kvs import PromptKVs
 from sgl_kvc.spec import parse
 from tests.sgl_kvc.prompts import DIM, LAYERS, Prompt, close, prompt, score
 
@@ -78,7 +79,8 @@ def test_any_chunks_leave_the_same_state(chunk):
         for begin in range(0, 40, size):
             end = min(begin + size, 40)
             state = method.observe(LayerContext(
-                0, LAYERS, p.queries[begin:end], p.keys[:end], p.values[:end], p.scale, spec,
+                0, LAYERS, p.queries[begin:end], PromptKVs.of(p.keys[:end], p.values[:end]),
+                p.scale, spec,
                 p.tokens[:end], p.kept, p.facts, state, last_chunk=end == 40,
             ))  # fmt: skip
             carried = 0 if end == 40 else end % PART
@@ -94,7 +96,8 @@ def test_the_attention_kernels_sums_are_used():
     spec = parse({"rate": 4, "scorer": NAME, "apportioner": "global", "part": PART})
     method = scorer(spec)
     context = LayerContext(
-        0, LAYERS, p.queries, p.keys, p.values, p.scale, spec, p.tokens, p.kept, p.facts
+        0, LAYERS, p.queries, PromptKVs.of(p.keys, p.values), p.scale, spec, p.tokens, p.kept,
+        p.facts,
     )
     known = _lse(p).float()
 

@@ -11,6 +11,7 @@ import torch
 
 from kvc_kernels.batch import Batch
 from kvc_kernels.cache import KVCache
+from kvc_kernels.gpu.decode_buffers import DecodeBuffers
 from kvc_kernels.gpu.tables import block_table
 
 _EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -69,16 +70,16 @@ def supported(
 class PagedDecode:
     """Decode steps of a fixed number of requests; make one per batch size and keep it.
 
-    Holds a table of ``B * H * max_pages`` int32, and with "fa2" 8 MiB of FlashInfer's beside it.
+    It writes to buffers that others share, in the order of the stream that they all run in.
 
     "fa2" : the FA2 tensor-core kernel, which splits work by a plan made on the host from upper
         bounds. It clamps every tile to the row's length on the device, so that one plan serves
         all layers: a tile behind the end merges with weight zero (``chunk_end`` and
         ``finalize_m`` in attention/prefill.cuh). The CUDA-core decode kernel does not clamp
         and must never get such a plan. Compiled by nvcc at the first plan; that takes minutes.
-    "xqa" : reads lengths and tables on the device, no plan. Every head must hold a KV: SGLang
-        gives the rows that pad a CUDA graph a length of 1. KVs behind the end of a head's last
-        page may be multiplied by zero, so an arena begins as zeros, never as NaN.
+    "xqa" : reads lengths and tables on the device, no plan. Every row must hold a KV: one of a
+        request that is gone is taken to hold one, of whatever its table says. KVs behind the end
+        of a head's last page may be multiplied by zero, so an arena begins as zeros, never as NaN.
     "trtllm" : likewise; compiled kernels come from NVIDIA's server at the first call, unless
         the package flashinfer-cubin is installed. An fp8 cache needs an fp8 query: it is cast.
 
@@ -86,8 +87,8 @@ class PagedDecode:
     allocated), then capture `run` of every layer. The batch's tensors are read at replay
     and have to be the graph's own buffers. "xqa" and "trtllm" need nothing else; for "fa2"
     call `plan` before every replay, on the same stream: it writes to buffers that the graph reads.
-    FlashInfer stages that write in one pinned buffer, so plan a step only when the one before
-    has begun to run.
+    FlashInfer stages that write in one pinned buffer (8 MiB, of each batch size its own), so plan
+    a step only when the one before has begun to run.
 
     Parameters
     ----------
@@ -97,11 +98,8 @@ class PagedDecode:
     query_heads : ``H * G``.
     dtype : type of queries and results, float16 or bfloat16.
     scale : factor on the logits.
-    max_pages : the most pages a head may ever hold; ``ceil(longest context / P)`` always is.
-    workspace : uint8, at least 128 MiB, zeroed by the caller ("xqa" keeps semaphores in its first
-        8 MiB that are zero between calls) and shared with no other backend. "fa2" needs about
-        ``64 * G * (D + 1) * max(B * H * (1 + G / 16), 2 * processors)`` bytes and raises if
-        there are fewer.
+    buffers : of at least as many requests. Their ``max_pages`` is the most that a head may ever
+        hold; ``ceil(longest context / P)`` always is.
 
     Raises
     ------
@@ -116,8 +114,7 @@ class PagedDecode:
         query_heads: int,
         dtype: torch.dtype,
         scale: float,
-        max_pages: int,
-        workspace: torch.Tensor,
+        buffers: DecodeBuffers,
     ) -> None:
         dim, self._kv_dtype = cache.arena_k.shape[-1], cache.arena_k.dtype
         self._group, rest = divmod(query_heads, cache.heads)
@@ -132,15 +129,15 @@ class PagedDecode:
         if dtype not in _SIXTEEN_BITS or self._kv_dtype not in (dtype, *_EIGHT_BITS):
             raise ValueError(f"{dtype} queries of a {self._kv_dtype} cache: 16 bits, alike, or fp8")
         self.backend, self._cache, self._dtype, self._scale = backend, cache, dtype, scale
-        self._rows, self._max_pages, self._workspace = batch * cache.heads, max_pages, workspace
+        self._rows, self._max_pages = batch * cache.heads, buffers.max_pages
+        if not 0 < self._rows <= buffers.rows:
+            raise ValueError(f"{batch} requests are none, or more than the buffers are for")
+        self.buffers, self._workspace = buffers, buffers.workspace
         self._flat = tuple(
             arena.view(-1, 1, cache.page_size, dim) for arena in (cache.arena_k, cache.arena_v)
         )
-        self._table = torch.zeros(self._rows, max_pages, dtype=torch.int32, device=device)
-        self._length = torch.ones(self._rows, dtype=torch.int32, device=device)
+        self.table, self._length = buffers.table[: self._rows], buffers.length[: self._rows]
         if backend == "fa2":
-            if self._rows * max_pages * cache.page_size >= 1 << 32:
-                raise ValueError("fa2 counts tokens in 32 bits: batch * heads * max_pages * P")
             self._make_wrapper()
 
     def plan(self, batch: Batch, pages: list[int] | None = None) -> None:
@@ -159,7 +156,8 @@ class PagedDecode:
 
     def run(self, layer: int, query: torch.Tensor) -> torch.Tensor:
         """Attention of `query` [B, H*G, D] over what each head holds in `layer`: [B, H*G, D]."""
-        block_table(self._batch, layer, self._max_pages, (self._table, self._length))
+        least = 0 if self.backend == "fa2" else 1  # see above
+        block_table(self._batch, layer, self._max_pages, (self.table, self._length), least=least)
         rows = query.reshape(self._rows, self._group, -1).contiguous()
         run = self._run_fa2 if self.backend == "fa2" else self._run_from_table
         return run(rows).view(query.shape)
@@ -174,7 +172,7 @@ class PagedDecode:
             rows,
             self._flat,
             self._workspace,
-            self._table,
+            self.table,
             self._length,
             self._max_pages * self._cache.page_size,
             bmm1_scale=self._scale,
@@ -189,21 +187,21 @@ class PagedDecode:
         """FlashInfer's wrapper over our own buffers, row r's pages at ``r * max_pages``."""
         import flashinfer
 
-        self._begin = (
-            torch.arange(self._rows + 1, dtype=torch.int32, device=self._table.device)
-            * self._max_pages
-        )
-        self._indptr, self._last_page = self._begin.clone(), torch.empty_like(self._length)
+        buffers = self.buffers
+        self._begin, self._indptr = (x[: self._rows + 1] for x in (buffers.begin, buffers.indptr))
+        self._last_page = buffers.last_page[: self._rows]
         self._wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
             self._workspace,
             "HND",
             use_cuda_graph=True,  # nothing is replaced by `plan`, all of it is written in place
             use_tensor_cores=True,
             paged_kv_indptr_buffer=self._indptr,
-            paged_kv_indices_buffer=self._table.view(-1),
+            paged_kv_indices_buffer=self.table.view(-1),
             paged_kv_last_page_len_buffer=self._last_page,
             backend="fa2",
         )
+        # It has made itself a buffer of its own, which all batch sizes together would not need.
+        self._wrapper.reset_workspace_buffer(self._workspace, buffers.plan)
 
     def _plan_work(self, pages: list[int] | None) -> None:
         """Share out work by the bounds, then let rows begin where the table has them again."""
@@ -212,7 +210,7 @@ class PagedDecode:
             raise ValueError(f"fa2 needs {self._rows // heads} bounds of at most {self._max_pages}")
         self._wrapper.plan(
             bounds_indptr(pages, heads),
-            self._table.view(-1)[:0],  # the table is filled later, layer by layer
+            self.table.view(-1)[:0],  # the table is filled later, layer by layer
             torch.full((self._rows,), page_size, dtype=torch.int32),
             self._group,
             1,

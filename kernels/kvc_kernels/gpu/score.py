@@ -1,16 +1,21 @@
-"""Attention a prompt's queries pay to its keys, read from the arena (`kvc_kernels.score`).
+"""Attention prompts' queries pay to their keys, read from the arena (`kvc_kernels.score`).
 
 Two passes over the keys: the log-sum-exp of every query, then every key's attention with it. An
-attention kernel that returns the former saves the first pass. Logits never leave a program.
+attention kernel that returns the former saves the first pass, and then all prompts of a batch are
+one launch. Logits never leave a program.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 
 from kvc_kernels.gpu.layout import INTERPRETED
+from kvc_kernels.gpu.windows import COLUMNS, WindowScores, joined
+from kvc_kernels.windows import Window
 
 _LOG2_E = 1.4426950408889634
 #: Programs that `window_lse` fills a GPU with, and tiles of keys below which it does not split.
@@ -18,7 +23,8 @@ _PROGRAMS, _TILES_OF_SPLIT = 512, 4
 
 
 @triton.jit
-def _load_rows(base, row, valid, D: tl.constexpr, D_PAD: tl.constexpr, UPCAST: tl.constexpr):
+def load_rows(base, row, valid, D: tl.constexpr, D_PAD: tl.constexpr, UPCAST: tl.constexpr):
+    """Rows of D numbers, `row` elements behind `base`: [rows, D_PAD], zeros where not `valid`."""
     column = tl.arange(0, D_PAD)
     pointers = base + row[:, None] + column[None, :]
     if D == D_PAD:
@@ -34,7 +40,7 @@ def _load_queries(
     D: tl.constexpr, D_PAD: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     row = query.to(tl.int64) * query_stride + query_head * query_head_stride
-    return _load_rows(queries, row, valid, D, D_PAD, UPCAST)
+    return load_rows(queries, row, valid, D, D_PAD, UPCAST)
 
 
 @triton.jit
@@ -44,7 +50,7 @@ def _load_keys(
 ):  # fmt: skip
     slot = tl.load(slots + position, mask=valid, other=0)
     row = (slot // P).to(tl.int64) * block_stride + head * head_stride + slot % P * token_stride
-    return _load_rows(layer_k, row, valid, D, D_PAD, UPCAST)
+    return load_rows(layer_k, row, valid, D, D_PAD, UPCAST)
 
 
 @triton.jit(do_not_specialize=["n", "window", "share"])
@@ -87,20 +93,33 @@ def _lse(
     tl.store(part + line, (largest + tl.log2(total)) * 0.6931471805599453, mask=mine)
 
 
-@triton.jit(do_not_specialize=["n", "window", "excluded"])
+@triton.jit(
+    do_not_specialize=["n", "window", "excluded"],
+    do_not_specialize_on_alignment=["slots", "lse"],
+)
 def _window_attention(
-    scores, queries, layer_k, slots, lse, log2_scale, n, window, excluded,
+    scores, queries, layer_k, slots, lse, prompts, log2_scale, n, window, excluded,
     lse_stride, lse_head_stride,
     query_stride, query_head_stride, block_stride, head_stride, token_stride,
     GROUP: tl.constexpr, GROUP_PAD: tl.constexpr, MEAN: tl.constexpr, POWER: tl.constexpr,
     P: tl.constexpr, D: tl.constexpr, D_PAD: tl.constexpr,
-    ROWS: tl.constexpr, TILE: tl.constexpr, UPCAST: tl.constexpr,
+    COLUMNS: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """`scores` [H, n] of one tile of one head's keys: logits are [TILE, ROWS], keys first.
 
-    A row is a query and a member of the group, ``query * GROUP_PAD + member``.
+    A row is a query and a member of the group, ``query * GROUP_PAD + member``. `prompts` is None
+    for one prompt, else a table of `gpu.windows` for all.
     """
     head = tl.program_id(1)
+    if prompts is not None:
+        prompts += tl.program_id(2) * COLUMNS
+        n, window = tl.load(prompts).to(tl.int32), tl.load(prompts + 1).to(tl.int32)
+        if tl.program_id(0) * TILE >= n:
+            return
+        scores += tl.load(prompts + 2)
+        queries += tl.load(prompts + 3) * query_stride
+        lse += tl.load(prompts + 4) * lse_stride
+        slots += tl.load(prompts + 5)
     position = tl.program_id(0) * TILE + tl.arange(0, TILE)
     valid = position < n
     keys = _load_keys(
@@ -147,17 +166,17 @@ def window_lse(
     queries = _checked(queries, layer_k, slots)
     (window, query_heads, _), heads, n = queries.shape, layer_k.shape[1], len(slots)
     group = query_heads // heads
-    blocks = _blocks(queries, window * group)
-    row_tiles = triton.cdiv(window * group, blocks["ROWS"])
+    tile = blocks(queries)
+    row_tiles = triton.cdiv(window * group, tile["ROWS"])
     wanted = triton.cdiv(_PROGRAMS, row_tiles * heads)
-    tiles = triton.cdiv(n, blocks["TILE"])
-    share = max(_TILES_OF_SPLIT, triton.cdiv(tiles, wanted)) * blocks["TILE"]
+    tiles = triton.cdiv(n, tile["TILE"])
+    share = max(_TILES_OF_SPLIT, triton.cdiv(tiles, wanted)) * tile["TILE"]
     splits = triton.cdiv(n, share)
     part = torch.empty(splits, window, query_heads, dtype=torch.float32, device=queries.device)
     _lse[(row_tiles, heads, splits)](
         part, queries, layer_k, slots, scale * _LOG2_E, n, window, share,
         *queries.stride()[:2], *layer_k.stride()[:3],
-        GROUP=group, P=layer_k.shape[2], **blocks, UPCAST=INTERPRETED, num_warps=4,
+        GROUP=group, P=layer_k.shape[2], **tile, UPCAST=INTERPRETED, num_warps=4,
     )  # fmt: skip
     return part[0] if splits == 1 else part.logsumexp(0)
 
@@ -173,43 +192,63 @@ def window_attention(
     excluded: int = 0,
     lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`kvc_kernels.score.window_attention`, its keys read by slot.
+    """`window_attentions` of one prompt: float32 [H, n]."""
+    window = Window(queries, slots, lse)
+    (scores,) = window_attentions(
+        [window], layer_k, scale, power, group=group, excluded=excluded
+    ).unbind()
+    return scores
+
+
+def window_attentions(
+    windows: Sequence[Window],
+    layer_k: torch.Tensor,
+    scale: float,
+    power: int = 1,
+    *,
+    group: str = "sum",
+    excluded: int = 0,
+    tables: dict | None = None,
+) -> WindowScores:
+    """`kvc_kernels.score.window_attention` of prompts of a batch, their keys read by slot.
 
     Parameters
     ----------
-    queries : [w, H*G, D], of the last w of n positions; query i sees keys up to n - w + i.
+    windows : the prompts'. Where all know their log-sum-exp this is one launch, and another for
+        queries that do not lie in one tensor.
     layer_k : [num_blocks, H, P, D], a layer of the arena, ``arena_k[:, layer]``.
-    slots : integer [n], the slot (``block * P + offset``) of every position.
     scale : factor on the logits.
     power, group, excluded : see there.
-    lse : float32 [w, H*G], natural, if the caller has what `window_lse` would give.
-
-    Returns
-    -------
-    scores : float32 [H, n].
+    tables : keeps from layer to layer what the device is told of several prompts.
     """
-    queries = _checked(queries, layer_k, slots)
     if group not in ("sum", "mean") or power not in (1, 2) or excluded < 0:
         raise ValueError(f"group {group!r}, power {power!r} or excluded {excluded!r} is unknown")
-    if lse is None:
-        lse = window_lse(queries, layer_k, slots, scale)
-    elif lse.shape != queries.shape[:2] or lse.dtype != torch.float32:
-        raise ValueError(f"lse {lse.dtype} {tuple(lse.shape)}: not float32 of every query")
-    (window, query_heads, _), heads, n = queries.shape, layer_k.shape[1], len(slots)
-    size = query_heads // heads
+    checked = [_checked(each.queries, layer_k, each.slots) for each in windows]
+    sums = [
+        window_lse(each.queries, layer_k, each.slots, scale) if each.lse is None else each.lse
+        for each in windows
+    ]
+    for each, lse in zip(windows, sums, strict=True):
+        if lse.shape != each.queries.shape[:2] or lse.dtype != torch.float32:
+            raise ValueError(f"lse {lse.dtype} {tuple(lse.shape)}: not float32 of every query")
+    queries, query_begins = joined(checked)
+    lse, lse_begins = joined(sums)
+    slots, slot_begins = joined([each.slots for each in windows])
+    heads, size = layer_k.shape[1], queries.shape[1] // layer_k.shape[1]
+    found = WindowScores.empty(windows, heads, (query_begins, lse_begins, slot_begins), tables)
     # A mean needs all of a query's group in one tile, so there it is padded to a power of two.
     padded = triton.next_power_of_2(size) if group == "mean" else size
-    blocks = _blocks(queries, window * padded)
+    tile = blocks(queries)
     if group == "mean":
-        blocks["ROWS"] = max(blocks["ROWS"], padded)
-    scores = torch.empty(heads, n, dtype=torch.float32, device=queries.device)
-    _window_attention[(triton.cdiv(n, blocks["TILE"]), heads)](
-        scores, queries, layer_k, slots, lse, scale * _LOG2_E, n, window, excluded,
+        tile["ROWS"] = max(tile["ROWS"], padded)
+    _window_attention[(triton.cdiv(max(found.lengths), tile["TILE"]), heads, len(windows))](
+        found.flat, queries, layer_k, slots, lse, found.table, scale * _LOG2_E,
+        found.lengths[0], found.own[0], excluded,
         *lse.stride(), *queries.stride()[:2], *layer_k.stride()[:3],
         GROUP=size, GROUP_PAD=padded, MEAN=group == "mean", POWER=power,
-        P=layer_k.shape[2], **blocks, UPCAST=INTERPRETED, num_warps=4,
+        P=layer_k.shape[2], COLUMNS=COLUMNS, **tile, UPCAST=INTERPRETED, num_warps=4,
     )  # fmt: skip
-    return scores
+    return found
 
 
 def _checked(queries: torch.Tensor, layer_k: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
@@ -226,10 +265,11 @@ def _checked(queries: torch.Tensor, layer_k: torch.Tensor, slots: torch.Tensor) 
     return queries.to(torch.promote_types(queries.dtype, layer_k.dtype))
 
 
-def _blocks(queries: torch.Tensor, rows: int) -> dict[str, int]:
+def blocks(queries: torch.Tensor) -> dict[str, int]:
     """Rows of queries and keys of a tile, such that a few tiles fit in shared memory.
 
-    Float32 has no tensor cores, and with more than 16 rows its registers spill (sm_90, compiled).
+    The same for every window, so that none has to be compiled when it is first asked for. Float32
+    has no tensor cores, and with more than 16 rows its registers spill (sm_90, compiled).
     """
     dim = queries.shape[2]
     padded = max(16, triton.next_power_of_2(dim))
@@ -238,6 +278,6 @@ def _blocks(queries: torch.Tensor, rows: int) -> dict[str, int]:
     return {
         "D": dim,
         "D_PAD": padded,
-        "ROWS": max(16, min(max_rows, triton.next_power_of_2(rows))),
+        "ROWS": max(16, max_rows),
         "TILE": 64 if size <= 512 else 16,
     }

@@ -18,10 +18,10 @@ from kvc_kernels.gpu.layout import head_page, head_spans, held_kvs, tables
 _BLOCK = 256
 
 
-@triton.jit(do_not_specialize=["layer", "max_pages"])
+@triton.jit(do_not_specialize=["layer", "max_pages", "least"])
 def _block_table(
     req_to_token, begin, first, count, stride, request, seq_len, table, length,
-    layer, context, max_pages,
+    layer, context, max_pages, least,
     H: tl.constexpr, PER_BLOCK: tl.constexpr, P: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program a row and BLOCK entries of it; programs behind the row's end do nothing."""
@@ -29,13 +29,16 @@ def _block_table(
     row = tl.load(request + owner // H).to(tl.int64)
     spans = head_spans(begin, first, count, stride, row, layer * H + owner % H, PER_BLOCK)
     held = held_kvs(spans, tl.load(seq_len + owner // H), P)
+    tl.device_assert(held <= max_pages * P, "max_pages is not an upper bound")  # TRITON_DEBUG=1
+    # A row whose request has just gone may be half cleared: whatever it says, nobody reads
+    # outside of the table.
+    held = tl.minimum(tl.maximum(held, least), max_pages * P)
     pages = tl.cdiv(held, P)
-    tl.device_assert(pages <= max_pages, "max_pages is not an upper bound")  # TRITON_DEBUG=1
     if low == 0:
         tl.store(length + owner, held)
     if low < pages:
         nth = low + tl.arange(0, BLOCK)
-        valid = nth < tl.minimum(pages, max_pages)
+        valid = nth < pages
         page = head_page(req_to_token + row * context, nth, valid, spans, PER_BLOCK, P)
         tl.store(table + owner.to(tl.int64) * max_pages + nth, page.to(tl.int32), mask=valid)
 
@@ -45,6 +48,8 @@ def block_table(
     layer: int,
     max_pages: int,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    *,
+    least: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Where every head of every request keeps its KVs in one layer.
 
@@ -56,12 +61,13 @@ def block_table(
         always is, compressed or not: pages of spans are full and hold kept positions only.
     out : `table` and `length` to write to; entries of `table` behind a row's pages are left as
         they are, so it must have held page ids (or zeros) all along.
+    least : the length of rows without KVs, for kernels that cannot do with none; 0 or 1.
 
     Returns
     -------
     table : int32 [B * H, max_pages], page ids in the arena's flat view [num_blocks * L * H, P, D];
         row ``b * H + h`` is head ``h`` of request ``b``. New tables are zero behind the pages.
-    length : int32 [B * H], KVs of every row.
+    length : int32 [B * H], KVs of every row, never less than `least`.
     """
     cache = batch.cache
     per_block, owners = cache.layers * cache.heads, len(batch.request) * cache.heads
@@ -81,7 +87,7 @@ def block_table(
         grid = (owners, triton.cdiv(max_pages, _BLOCK))
         _block_table[grid](
             *tables(batch), table, length,
-            layer, cache.req_to_token.shape[1], max_pages,
+            layer, cache.req_to_token.shape[1], max_pages, least,
             H=cache.heads, PER_BLOCK=per_block, P=cache.page_size, BLOCK=_BLOCK,
         )  # fmt: skip
     return table, length

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sgl_kvc.policy.base import PagesContext
+from sgl_kvc.policy.pages import PagesContext
 
 #: Below the scores of protected positions (`sgl_kvc.policy.selection.protect`), above all others.
 LIFTED = 1e29
@@ -63,18 +63,10 @@ def compete(context: PagesContext, per_head: torch.Tensor, floor: float) -> torc
     per_head : int64 [L], pages a head of each layer gets on average, at least 1.
     floor : share of it that every head gets before the others are competed for.
     """
-    _, heads, pages = context.page_scores.shape
     safe = (floor * per_head.double() - 1e-9).ceil().long().clamp(min=1)
-    nth = torch.arange(pages, device=safe.device)
-    contested = context.page_scores.masked_fill(nth < safe[:, None, None], -torch.inf)
-    best_first = contested.flatten(1).sort(descending=True, stable=True).indices // pages
-    place = torch.arange(heads * pages, device=safe.device)
-    won = (place < (heads * (per_head - safe))[:, None]).long()
-    return torch.zeros_like(won[:, :heads]).scatter_add_(1, best_first, won) + safe[:, None]
+    return context.compete(context.heads * (per_head - safe), safe)
 
 
 def protected_pages(context: PagesContext) -> torch.Tensor:
     """Pages that hold a head's sinks and recent keys, the same for all: int64 [] in [1, mean]."""
-    layers, heads, _ = context.page_scores.shape
-    mean = context.total // (layers * heads)
-    return (context.page_scores[0, 0] > LIFTED).sum().clamp(1, mean)
+    return context.above(LIFTED)[0, 0].clamp(1, context.mean)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sgl_kvc.policy.apportioners._shares import compete
-from sgl_kvc.policy.base import PagesContext
+from sgl_kvc.policy.pages import PagesContext
 
 SOURCE = "Ada-KV, arXiv 2407.11550, algorithm 1, with its safeguard alpha (here `floor`)"
 PARAMETERS = {
@@ -24,6 +24,5 @@ def apportion(context: PagesContext, floor: float) -> torch.Tensor:
     ----------
     floor : share of the mean that every head keeps; 1 is uniform
     """
-    layers, heads, _ = context.page_scores.shape
-    mean = context.total // (layers * heads)
-    return compete(context, torch.full((layers,), mean, device=context.page_scores.device), floor)
+    mean = torch.full((context.layers,), context.mean, device=context.device)
+    return compete(context, mean, floor)

@@ -6,7 +6,7 @@ import torch
 
 from sgl_kvc.policy.apportioners._shares import compete
 from sgl_kvc.policy.apportioners.pyramid import layer_pages
-from sgl_kvc.policy.base import PagesContext
+from sgl_kvc.policy.pages import PagesContext
 
 SOURCE = "Ada-PyramidKV: Ada-KV, arXiv 2407.11550, section 5, on PyramidKV, arXiv 2406.02069"
 PARAMETERS = {

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from sgl_kvc.policy.apportioners._shares import protected_pages, split
-from sgl_kvc.policy.base import LayerContext, PagesContext
+from sgl_kvc.policy.base import LayerContext
+from sgl_kvc.policy.pages import PagesContext
 
 SOURCE = "CompressKV, arXiv 2508.02401: error-aware budgets, |O - O'| / |O| of a layer"
 NEEDS = ("output_projection",)
@@ -26,7 +27,7 @@ def observe(context: LayerContext, limit: float) -> torch.Tensor:
     assert context.scores is not None
     assert context.facts.output_projection is not None
     projection = context.facts.output_projection[context.layer].float()
-    n, own = context.keys.shape[0], context.queries.shape[0]
+    n, own = context.length, context.queries.shape[0]
     best = context.scores.topk(min(context.kept, n), dim=-1).indices
     kept = torch.zeros_like(context.scores, dtype=torch.bool).scatter_(1, best, True)
     kept[:, n - own :] = True
@@ -49,8 +50,7 @@ def apportion(context: PagesContext, limit: float) -> torch.Tensor:
     ----------
     limit : no layer gets more than so many times the mean
     """
-    layers, heads, pages = context.page_scores.shape
-    mean = context.total // (layers * heads)
+    layers, heads, pages, mean = context.layers, context.heads, context.pages, context.mean
     assert context.statistics is not None  # as `observe` is there
     protected = protected_pages(context)
     most = min(int(limit * mean), pages) - protected

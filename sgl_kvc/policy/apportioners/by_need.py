@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sgl_kvc.policy.apportioners._shares import split
-from sgl_kvc.policy.base import PagesContext
+from sgl_kvc.policy.pages import PagesContext
 
 SOURCE = "FastGen, arXiv 2310.01801, algorithm 1, under a budget that is fixed before"
 
@@ -18,6 +18,5 @@ def apportion(context: PagesContext) -> torch.Tensor:
 
     Where the budget holds all of these, every head gets at least what it needs.
     """
-    layers, heads, pages = context.page_scores.shape
-    needed = (context.page_scores >= _NEEDED).sum(dim=-1).flatten().clamp(min=1)
-    return split(context.total, needed, 1, pages).view(layers, heads)
+    needed = context.above(_NEEDED).clamp(min=1)
+    return split(context.total, needed.flatten(), 1, context.pages).view_as(needed)

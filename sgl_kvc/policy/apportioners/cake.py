@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from sgl_kvc.policy.apportioners._shares import protected_pages, split
-from sgl_kvc.policy.base import LayerContext, PagesContext
+from sgl_kvc.policy.base import LayerContext
+from sgl_kvc.policy.pages import PagesContext
 
 SOURCE = "CAKE, arXiv 2503.12491: preference P = H^(1/tau1) V^(1/tau2) of a layer"
 PARAMETERS = {
@@ -42,8 +43,7 @@ def apportion(context: PagesContext, tau1: float, tau2: float) -> torch.Tensor:
         from 0.4 to 1.9, and 1 for others
     tau2 : the same for the shift; from 0.4 to 2.3
     """
-    layers, heads, pages = context.page_scores.shape
-    mean = context.total // (layers * heads)
+    layers, heads, pages, mean = context.layers, context.heads, context.pages, context.mean
     assert context.statistics is not None  # as `observe` is there
     dispersion, shift = context.statistics.double().clamp_min(1e-30).log().unbind(dim=1)
     preference = (dispersion / tau1 + shift / tau2).softmax(dim=0)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sgl_kvc.policy.apportioners._shares import LIFTED
-from sgl_kvc.policy.base import ModelFacts, PagesContext
+from sgl_kvc.policy.pages import PagesContext
 
 SOURCE = "KV-Compress, arXiv 2410.00161, algorithm 1; with profile_power ours"
 PARAMETERS = {
@@ -25,22 +25,14 @@ def apportion(context: PagesContext, profile_power: float) -> torch.Tensor:
     Parameters
     ----------
     profile_power : before heads compete, scores are multiplied by (the head's profile / the mean
-        profile) to this power; 0 is the paper's
+        profile) to this power, those below 0 divided by it; protected ones stay above all. 0 is
+        the paper's
     """
-    layers, heads, pages = context.page_scores.shape
-    counts = torch.ones(layers * heads, dtype=torch.int64, device=context.page_scores.device)
-    if pages > 1:
-        contested = _weighted(context.page_scores[:, :, 1:], context.facts, profile_power)
-        winners = contested.flatten().topk(context.total - len(counts)).indices // (pages - 1)
-        counts.scatter_add_(0, winners, torch.ones_like(winners))
-    return counts.view(layers, heads)
-
-
-def _weighted(scores: torch.Tensor, facts: ModelFacts, power: float) -> torch.Tensor:
-    """Scores [L, H, n] by the heads' profile; protected ones stay above all, negative below."""
-    weights = facts.head_weights(power) if power else None
-    if weights is None:
-        return scores
-    weight = weights.to(scores)[..., None]
-    weighted = torch.where(scores > 0, scores * weight, scores / weight).clamp(max=LIFTED)
-    return torch.where(scores > LIFTED, scores, weighted)
+    weights = context.facts.head_weights(profile_power) if profile_power else None
+    return context.compete(
+        context.total - context.layers * context.heads,
+        1,
+        groups=1,
+        weights=None if weights is None else weights.to(context.device).flatten(),
+        limit=LIFTED,
+    )

@@ -7,7 +7,7 @@ import math
 import torch
 
 from sgl_kvc.policy.apportioners._shares import protected_pages, split
-from sgl_kvc.policy.base import PagesContext
+from sgl_kvc.policy.pages import PagesContext
 
 SOURCE = "RazorAttention, arXiv 2407.15891; DuoAttention, arXiv 2410.10819"
 NEEDS = ("head_profile",)
@@ -27,9 +27,7 @@ def apportion(context: PagesContext, retrieval: float) -> torch.Tensor:
     ----------
     retrieval : share of the heads that are retrieval heads; 0 and 1 are uniform
     """
-    layers, heads, pages = context.page_scores.shape
-    mean = context.total // (layers * heads)
-    device = context.page_scores.device
+    pages, mean, device = context.pages, context.mean, context.device
     assert context.facts.head_profile is not None
     profile = context.facts.head_profile.to(device).flatten()
     best_first = profile.sort(descending=True, stable=True).indices
@@ -39,4 +37,4 @@ def apportion(context: PagesContext, retrieval: float) -> torch.Tensor:
     rest = (mean - protected) * len(profile)
     counts = torch.empty_like(best_first)
     counts[best_first] = protected + split(rest, retrieving, 0, pages - protected)
-    return counts.view(layers, heads)
+    return counts.view(context.layers, context.heads)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from sgl_kvc.policy.apportioners._shares import split
-from sgl_kvc.policy.base import PagesContext
+from sgl_kvc.policy.pages import PagesContext
 
 SOURCE = "PyramidKV, arXiv 2406.02069: budgets fall linearly from first to last layer"
 PARAMETERS = {
@@ -24,15 +24,13 @@ def apportion(context: PagesContext, beta: int) -> torch.Tensor:
     ----------
     beta : the last layer keeps 1 / beta of the mean; 1 is uniform
     """
-    heads = context.page_scores.shape[1]
-    return layer_pages(context, beta)[:, None].repeat(1, heads)
+    return layer_pages(context, beta)[:, None].repeat(1, context.heads)
 
 
 def layer_pages(context: PagesContext, beta: int) -> torch.Tensor:
     """int64 [L], pages of each head of a layer."""
-    layers, heads, pages = context.page_scores.shape
-    mean = context.total // (layers * heads)
-    falling = slope(mean, pages, mean / beta, layers, context.page_scores.device)
+    layers, pages, mean = context.layers, context.pages, context.mean
+    falling = slope(mean, pages, mean / beta, layers, context.device)
     return split(mean * layers, falling, 1, pages)
 
 

@@ -6,7 +6,7 @@ import torch
 
 from sgl_kvc.policy.apportioners._shares import split
 from sgl_kvc.policy.apportioners.pyramid import slope
-from sgl_kvc.policy.base import PagesContext
+from sgl_kvc.policy.pages import PagesContext
 
 SOURCE = "WindowKV, arXiv 2503.17922: budgets fall linearly from group to group of layers"
 PARAMETERS = {
@@ -24,9 +24,8 @@ def apportion(context: PagesContext, step: int, last_share: float) -> torch.Tens
     last_share : share of the mean that the last layers get (the paper's: `step` / 14); 1 is
         uniform
     """
-    layers, heads, pages = context.page_scores.shape
-    mean = context.total // (layers * heads)
-    steps, device = -(-layers // step), context.page_scores.device
+    layers, heads, pages, mean = context.layers, context.heads, context.pages, context.mean
+    steps, device = -(-layers // step), context.device
     falling = slope(mean, pages, mean * last_share, steps, device)
     falling = falling.repeat_interleave(step)[:layers]
     return split(mean * layers, falling, 1, pages)[:, None].repeat(1, heads)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from sgl_kvc.policy.base import PagesContext
+from sgl_kvc.policy.pages import PagesContext
 
 SOURCE = "SnapKV, arXiv 2404.14469; StreamingLLM, arXiv 2309.17453"
 CONTINUAL = True
@@ -12,6 +12,4 @@ CONTINUAL = True
 
 def apportion(context: PagesContext) -> torch.Tensor:
     """`total` is a multiple of the number of heads: blocks hold a page of each."""
-    layers, heads, _ = context.page_scores.shape
-    each = context.total // (layers * heads)
-    return torch.full((layers, heads), each, device=context.page_scores.device)
+    return torch.full((context.layers, context.heads), context.mean, device=context.device)

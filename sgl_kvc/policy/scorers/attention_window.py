@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from kvc_kernels.score import fade_to_neighbours, pool_neighbours
 
 from sgl_kvc.policy.base import LayerContext
 
@@ -48,7 +47,6 @@ def score(
     """
     del window  # the context holds no other queries
     power = 2 if norm == "l2" else 1
-    scores = context.window_attention(power, group=group)
-    before = scores.shape[1] - context.queries.shape[0]
-    scores[:, :before] = pool_neighbours(scores[:, :before], pool, pooling)
-    return fade_to_neighbours(scores, half_life) if half_life else scores
+    return context.window_attention(
+        power, group=group, pool=pool, pooling=pooling, half_life=half_life
+    )

@@ -30,9 +30,9 @@ def score(
     gamma : weight of the variance
     """
     del window
-    (own, query_heads), (n, heads) = context.queries.shape[:2], context.keys.shape[:2]
+    (own, query_heads), n, heads = context.queries.shape[:2], context.length, context.heads
     # In float64: a variance from sums loses what float32 has left of small attention.
-    total = torch.zeros(heads, query_heads // heads, n, device=context.keys.device).double()
+    total = torch.zeros(heads, query_heads // heads, n, device=context.device).double()
     squares = torch.zeros_like(total)
     for _, attention in context.causal_attention():
         seen = attention.shape[-1]

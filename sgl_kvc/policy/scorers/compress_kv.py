@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from kvc_kernels.score import pool_neighbours
 
 from sgl_kvc.policy.base import LayerContext
 
@@ -31,11 +30,10 @@ def score(
         four query heads
     """
     del window
-    own, (n, heads) = context.queries.shape[0], context.keys.shape[:2]
+    own, n, heads = context.queries.shape[0], context.length, context.heads
     group = context.queries.shape[1] // heads
     assert context.facts.head_profile is not None
-    profile = context.facts.head_profile[context.layer].to(context.keys.device)
+    profile = context.facts.head_profile[context.layer].to(context.device)
     chosen = profile.sort(descending=True, stable=True).indices[:retrieving]
-    attention = context.window_attention()[chosen] / (own * group)
-    attention[:, : n - own] = pool_neighbours(attention[:, : n - own], pool, pooling)
+    attention = context.window_attention(pool=pool, pooling=pooling)[chosen] / (own * group)
     return attention.mean(dim=0).expand(heads, n)

@@ -3,12 +3,8 @@
 from __future__ import annotations
 
 import torch
-from kvc_kernels.score import (
-    pool_neighbours,
-    projected_norm,
-    put_first,
-    put_last_first,
-)
+from kvc_kernels.projection import projected_norm
+from kvc_kernels.score import put_first, put_last_first
 
 from sgl_kvc.policy.base import LayerContext
 
@@ -45,10 +41,8 @@ def score(
     epsilon : added to the attention before it is multiplied
     """
     del window
-    own, group = context.queries.shape[0], context.queries.shape[1] // context.keys.shape[1]
-    attention = context.window_attention() / (own * group)
-    before = attention.shape[1] - own
-    attention[:, :before] = pool_neighbours(attention[:, :before], pool, pooling)
+    own, group = context.queries.shape[0], context.queries.shape[1] // context.heads
+    attention = context.window_attention(pool=pool, pooling=pooling) / (own * group)
     count = min(int(first_stage * context.kept), attention.shape[1])
     best = put_last_first(attention, context.forced).topk(count, dim=-1).indices
     chosen = torch.zeros_like(attention, dtype=torch.bool).scatter_(1, best, True)

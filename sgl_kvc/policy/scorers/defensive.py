@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import torch
-from kvc_kernels.score import pool_neighbours, projected_norm, put_first
+from kvc_kernels.projection import projected_norm
+from kvc_kernels.score import pool_neighbours, put_first
 
 from sgl_kvc.policy.base import LayerContext
 
@@ -35,10 +36,9 @@ def score(
         first hold this share of the attention
     """
     del window
-    own, heads = context.queries.shape[0], context.keys.shape[1]
-    n = context.keys.shape[0]
+    own, n, heads = context.queries.shape[0], context.length, context.heads
     before, ranked = n - own, n - context.forced
-    worst = torch.zeros(heads, ranked, device=context.keys.device)
+    worst = torch.zeros(heads, ranked, device=context.device)
     mean = torch.zeros_like(worst)
     for _, attention in context.causal_attention():
         attention = attention[..., :ranked]

@@ -41,7 +41,7 @@ def observe(
 ) -> Statistics:
     """The statistics with one more chunk; the first `spec.sinks` queries are outliers."""
     del future, covariance, value_norm, epsilon
-    new, n = context.queries.shape[0], context.keys.shape[0]
+    new, n = context.queries.shape[0], context.length
     earlier = context.state or _nothing(context.queries)
     first = max(n - new, min(context.spec.sinks, n))
     queries = context.queries[new - (n - first) :].float()
@@ -97,11 +97,11 @@ def score(
 def _future(context: LayerContext, future: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Mean [H*G, D] and covariance [H*G, D, D] of queries at the positions to come."""
     assert context.facts.cos_sin is not None
-    n = context.keys.shape[0]
+    n = context.length
     known = context.facts.cos_sin.shape[0]
     first = min(n, known - 1)
     ahead = torch.arange(first, min(first + future, known))
-    cos, sin = angles(context.facts.cos_sin, ahead, context.keys.device)
+    cos, sin = angles(context.facts.cos_sin, ahead, context.device)
     cos, sin, neox = cos.mean(dim=0), sin.mean(dim=0), context.facts.neox
     seen = context.state
     spread = seen.scatter / max(seen.count, 1)

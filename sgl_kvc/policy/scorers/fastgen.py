@@ -37,8 +37,8 @@ def score(
     local : share of the prompt, before a query, that counts as near
     """
     del window
-    n, heads = context.keys.shape[:2]
-    device, own = context.keys.device, context.queries.shape[1] // heads * context.queries.shape[0]
+    n, heads = context.length, context.heads
+    device, own = context.device, context.queries.shape[1] // heads * context.queries.shape[0]
     mean = context.window_attention() / own
     facts = context.facts
     assert facts.special_tokens is not None

@@ -23,8 +23,8 @@ def observe(
 ) -> torch.Tensor:
     """float32 [H, n], the sums so far."""
     del recent_share
-    n, heads = context.keys.shape[:2]
-    sums = torch.zeros(heads, n, device=context.keys.device)
+    n, heads = context.length, context.heads
+    sums = torch.zeros(heads, n, device=context.device)
     if context.state is not None:
         sums[:, : context.state.shape[1]] = context.state
     for first, logits in causal_logits(context.queries, context.keys, context.scale):

@@ -33,7 +33,7 @@ def score(
         no head attends to (zeros), or all do (ones)
     """
     del window
-    own, (n, heads) = context.queries.shape[0], context.keys.shape[:2]
+    own, n, heads = context.queries.shape[0], context.length, context.heads
     attention = context.window_attention() / (own * context.queries.shape[1] // heads)
     kept = min(context.kept, n)
     standing = int(representatives * kept)

@@ -25,8 +25,8 @@ def score(context: LayerContext, span: float, overlap: float) -> torch.Tensor:
     span : share of the layers that keep a position
     overlap : share of these that keep the next position too
     """
-    n, heads = context.keys.shape[:2]
-    left = torch.arange(n, device=context.keys.device)
+    n, heads = context.length, context.heads
+    left = torch.arange(n, device=context.device)
     period, rung = _ladder(context.layers, span, overlap)
     offsets = torch.arange(rung, device=left.device) + context.layer % (period - rung + 1)
     sinks = min(context.spec.sinks, n)

@@ -25,8 +25,8 @@ def score(context: LayerContext, lag: int) -> torch.Tensor:
     ----------
     lag : tokens in a part
     """
-    n, heads = context.keys.shape[:2]
-    newest = torch.arange(n, device=context.keys.device, dtype=torch.float32) / n
+    n, heads = context.length, context.heads
+    newest = torch.arange(n, device=context.device, dtype=torch.float32) / n
     scores = 1 + newest.repeat(heads, 1)
     begin = min(context.spec.sinks, n)
     scored = (n - begin) // lag - 1

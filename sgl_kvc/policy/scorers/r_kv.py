@@ -36,7 +36,7 @@ def score(
         is similar to is not held against that one
     """
     del window
-    own, n = context.queries.shape[0], context.keys.shape[0]
+    own, n = context.queries.shape[0], context.length
     before = n - own
     attention = context.window_attention(group="mean") / own
     largest = torch.zeros_like(attention[:, :before])

@@ -11,6 +11,6 @@ SOURCE = "the baseline"
 
 def score(context: LayerContext) -> torch.Tensor:
     """Uniform scores, the same for the same layer and prompt length."""
-    tokens, heads = context.keys.shape[:2]
+    tokens, heads = context.length, context.heads
     generator = torch.Generator().manual_seed(tokens * 1009 + context.layer)
-    return torch.rand(heads, tokens, generator=generator).to(context.keys.device)
+    return torch.rand(heads, tokens, generator=generator).to(context.device)

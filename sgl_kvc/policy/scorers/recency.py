@@ -12,6 +12,6 @@ CONTINUAL = "position"
 
 def score(context: LayerContext) -> torch.Tensor:
     """The key's position."""
-    tokens, heads = context.keys.shape[:2]
-    positions = torch.arange(tokens, device=context.keys.device, dtype=torch.float32)
+    tokens, heads = context.length, context.heads
+    positions = torch.arange(tokens, device=context.device, dtype=torch.float32)
     return positions.expand(heads, tokens)

@@ -22,8 +22,8 @@ def score(context: LayerContext, window: int) -> torch.Tensor:
     window : last queries that are looked at (the paper's history window)
     """
     del window
-    n, heads = context.keys.shape[:2]
-    low = torch.zeros(heads, n, device=context.keys.device)
+    n, heads = context.length, context.heads
+    low = torch.zeros(heads, n, device=context.device)
     mean = torch.zeros_like(low)
     for first, attention in context.causal_attention():
         size, seen = attention.shape[2:]

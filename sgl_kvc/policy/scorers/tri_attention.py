@@ -36,9 +36,9 @@ class Centre:
 def observe(context: LayerContext, furthest: int) -> Centre:
     """The sums with one more chunk."""
     del furthest
-    (new, query_heads, dim), n = context.queries.shape, context.keys.shape[0]
+    (new, query_heads, dim), n = context.queries.shape, context.length
     assert context.facts.cos_sin is not None
-    cos, sin = angles(context.facts.cos_sin, torch.arange(n - new, n), context.keys.device)
+    cos, sin = angles(context.facts.cos_sin, torch.arange(n - new, n), context.device)
     length = cos**2 + sin**2  # not 1 where a long-context variant scales the rotation
     queries = context.queries.float().transpose(0, 1)
     queries = rotate(queries, cos / length, -sin / length, context.facts.neox)
@@ -56,7 +56,7 @@ def score(context: LayerContext, furthest: int) -> torch.Tensor:
     """
     keys = context.keys.transpose(0, 1)
     held = torch.ones(keys.shape[:2], dtype=torch.bool, device=keys.device)
-    return _scores(keys, held, context.keys.shape[0], context.state, context.facts, furthest)
+    return _scores(keys, held, context.length, context.state, context.facts, furthest)
 
 
 def rescore(context: HeldContext, furthest: int) -> torch.Tensor:

@@ -6,7 +6,7 @@ import dataclasses
 
 import torch
 from kvc_kernels.repeat import leverage as key_leverage
-from kvc_kernels.repeat import repeat_attention
+from kvc_kernels.repeat import repeat_attention, repeat_parts
 from kvc_kernels.rotary import rotate, rotation_by
 from kvc_kernels.score import causal_lse, fade_to_neighbours
 
@@ -59,23 +59,20 @@ def observe(
     queries, lse = context.queries, context.lse
     if lse is None:
         lse = causal_lse(queries, context.keys, context.scale)
-    scores = []
     if context.state is None:
-        before = context.keys.shape[0] - len(queries)  # of others, and kept in any case
-        scores.append(torch.zeros(context.keys.shape[1], before, device=context.keys.device))
+        before = context.length - len(queries)  # of others, and kept in any case
+        scores = [torch.zeros(context.heads, before, device=context.device)]
     else:
         earlier: Reading = context.state
-        scores.append(earlier.scores)
+        scores = [earlier.scores]
         queries, lse = torch.cat([earlier.queries, queries]), torch.cat([earlier.lse, lse])
-    first, read = context.keys.shape[0] - len(queries), len(queries)
+    first, read = context.length - len(queries), len(queries)
     if not context.last_chunk:
         read = read // part * part
-    turn = _turn(context, shift)
-    for begin in range(0, read, part):
-        rows = slice(begin, min(begin + part, read))
-        keys = context.keys[first + rows.start : first + rows.stop]
-        moved = rotate(queries[rows].float(), *turn, context.facts.neox)
-        scores.append(repeat_attention(moved, keys, context.scale, lse[rows]))
+    if read:
+        moved = rotate(queries[:read].float(), *_turn(context, shift), context.facts.neox)
+        keys = context.keys[first : first + read]
+        scores.append(repeat_parts(moved, keys, context.scale, lse[:read], part))
     return Reading(torch.cat(scores, dim=1), queries[read:].clone(), lse[read:].clone())
 
 
@@ -140,4 +137,4 @@ def _turn(context: LayerContext, shift: int) -> tuple[torch.Tensor, torch.Tensor
     """Cosines and sines [R/2] of the rotation by `shift` positions."""
     assert context.facts.cos_sin is not None
     cos, sin = rotation_by(context.facts.cos_sin, shift)
-    return cos.to(context.keys.device), sin.to(context.keys.device)
+    return cos.to(context.device), sin.to(context.device)

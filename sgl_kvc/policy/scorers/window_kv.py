@@ -35,9 +35,9 @@ def score(context: LayerContext, window: int, run: int, best: float, sharing: in
     del window
     if context.layer % sharing and context.previous is not None:
         return context.previous
-    own, (n, heads) = context.queries.shape[0], context.keys.shape[:2]
+    own, n, heads = context.queries.shape[0], context.length, context.heads
     before, counted = n - own, max(1, int(best * run))
-    total = torch.zeros(-(-max(before, 1) // run), device=context.keys.device)
+    total = torch.zeros(-(-max(before, 1) // run), device=context.device)
     lengths = (before - run * torch.arange(len(total), device=total.device)).clamp(1, run)
     attention = _summed(context)  # [H*G, n]
     padded = F.pad(attention[:, :before], (0, len(total) * run - before))
@@ -51,7 +51,7 @@ def score(context: LayerContext, window: int, run: int, best: float, sharing: in
 def _summed(context: LayerContext) -> torch.Tensor:
     """Attention every query head pays each key, summed over the window: float32 [H*G, n]."""
     query_heads = context.queries.shape[1]
-    sums = torch.zeros(query_heads, context.keys.shape[0], device=context.keys.device)
+    sums = torch.zeros(query_heads, context.length, device=context.device)
     for _, attention in context.causal_attention():
         sums[:, : attention.shape[-1]] += attention.sum(dim=2).flatten(0, 1)
     return sums

@@ -1,10 +1,12 @@
-"""Log-sum-exp and window attention, for every cache type and head dim, tiles as launched."""
+"""Log-sum-exp, window attention and smoothing, for every cache type and head dim, as launched."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
+from kvc_kernels.gpu.neighbours import _TILE, _smooth
 from kvc_kernels.gpu.score import _lse, _window_attention
+from kvc_kernels.gpu.windows import COLUMNS
 
 from tests.kernels.gpu.cases_attention import case
 
@@ -42,7 +44,23 @@ def cases(architecture: int) -> Iterator[tuple]:
             "lse_stride": "i32", "lse_head_stride": "i32",
         }  # fmt: skip
         padded = 1 << (group - 1).bit_length() if mean else group
+        constants = {"GROUP_PAD": padded, "MEAN": mean, "POWER": 2 - mean, "COLUMNS": COLUMNS}
+        one, several = {"prompts": None}, {"prompts": "*i64"}
+        name = f"window attention {name}, {'mean' if mean else 'sum'}"
+        yield case(name, _window_attention, of_scores | tensors, same | constants | one)
         yield case(
-            f"window attention {name}, {'mean' if mean else 'sum'}", _window_attention,
-            of_scores | tensors, same | {"GROUP_PAD": padded, "MEAN": mean, "POWER": 2 - mean},
+            f"{name}, several prompts", _window_attention, of_scores | tensors | several,
+            same | constants,
         )  # fmt: skip
+    yield from smoothing()
+
+
+def smoothing() -> Iterator[tuple]:
+    """Pooled, faded, or both; of one prompt or several."""
+    signature = dict.fromkeys(("n", "own", "row", "pool", "reach"), "i32")
+    signature |= {"out": "*fp32", "scores": "*fp32", "slope": "i64"}
+    for how, fades in ((1, False), (2, False), (0, True), (2, True)):
+        constants = {"HOW": how, "FADES": fades, "COLUMNS": COLUMNS, "TILE": _TILE}
+        name = f"smooth {how}{', fades' if fades else ''}"
+        yield case(name, _smooth, signature, constants | {"prompts": None})
+        yield case(f"{name}, several prompts", _smooth, signature | {"prompts": "*i64"}, constants)

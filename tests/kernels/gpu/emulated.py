@@ -121,6 +121,11 @@ class Decode(Wrapper):
 
     real = flashinfer.BatchDecodeWithPagedKVCacheWrapper
 
+    def reset_workspace_buffer(self, float_workspace_buffer, int_workspace_buffer):
+        assert int_workspace_buffer.numel() == 8 << 20, "as large as the one it had"
+        assert float_workspace_buffer is self.made["float_workspace_buffer"]
+        self.plans = int_workspace_buffer
+
     def plan(self, *args, **kwargs):
         self.planned = plan = arguments(self.real._plan_impl, self, *args, **kwargs)
         made = self.made

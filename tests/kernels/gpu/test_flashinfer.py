@@ -10,6 +10,7 @@ from kvc_kernels.batch import Batch
 from kvc_kernels.cache import KVCache, Spans
 from kvc_kernels.decode import decode_reference
 from kvc_kernels.extend import extend_reference
+from kvc_kernels.gpu.decode_buffers import DecodeBuffers
 from kvc_kernels.gpu.flashinfer_decode import PagedDecode, bounds_indptr, supported
 from kvc_kernels.gpu.flashinfer_prefill import PagedPrefill, natural, prefix_pages, try_out
 from torch._subclasses import FakeTensorMode
@@ -39,10 +40,10 @@ def make_decode(backend, batch, device, group, dtype, most) -> PagedDecode:
     reason = capability and supported(backend, capability, DIM, PAGE, kv_dtype, group)
     if reason:
         pytest.skip(reason)
-    return PagedDecode(
-        backend, batch.on(device).cache, len(batch.keys), HEADS * group, dtype, DIM**-0.5, most,
-        workspace(device),
-    )  # fmt: skip
+    cache, requests = batch.on(device).cache, len(batch.keys)
+    # Larger than they have to be: those of a batch size are the beginning of what all share.
+    buffers = DecodeBuffers(backend, cache, requests + 1, HEADS * group, most)
+    return PagedDecode(backend, cache, requests, HEADS * group, dtype, DIM**-0.5, buffers)
 
 
 def check_decode(paged: PagedDecode, batch: Drawn, device, group, dtype):
@@ -112,7 +113,10 @@ def test_what_decode_does_not_take_is_refused(kernels, device):
             make_decode("fa2", batch, device, 2, dtype, 5)
     cache = batch.on(device).cache
     with pytest.raises(ValueError, match="4 query heads over 3"):
-        PagedDecode("fa2", cache, 4, 4, torch.float16, 1.0, 5, workspace(device))
+        PagedDecode("fa2", cache, 4, 4, torch.float16, 1.0, paged.buffers)
+    for requests in (0, 6):
+        with pytest.raises(ValueError, match=f"{requests} requests are none, or more"):
+            PagedDecode("fa2", cache, requests, 2 * HEADS, torch.float16, 1.0, paged.buffers)
 
 
 def test_bounds_are_lengths_in_whole_pages():

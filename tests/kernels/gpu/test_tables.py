@@ -68,6 +68,21 @@ def test_given_tensors_are_written_and_no_further_than_the_pages(device):
     assert table.equal(torch.where(mine, expected, 7))
 
 
+@pytest.mark.parametrize("least", [0, 1])
+def test_rows_that_are_half_cleared_stay_within_the_table(device, least):
+    """A finished request's, which a step that was prepared before still reads."""
+    batch = drawn("all spans", 2, 3, 8).on(device)
+    spans = batch.cache.spans
+    spans.count.zero_()  # fewer KVs than none
+    _, length = block_table(batch, 0, 9, least=least)
+    assert length.tolist() == [max(least, each) for each in length.tolist()]
+    assert int(length.min()) == least
+    spans.count.fill_(1000)
+    table, length = block_table(batch, 0, 9, least=least)
+    assert int(length.max()) == 9 * 8
+    assert table.shape == (len(length), 9)
+
+
 def test_what_does_not_fit_is_refused(device):
     batch = drawn("mixed", 2, 3, 8)
     with pytest.raises(ValueError, match="layer 2 of 2"):

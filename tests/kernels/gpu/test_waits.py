@@ -8,7 +8,7 @@ from kvc_kernels.gpu.compact import compact, move
 from kvc_kernels.gpu.decode import decode
 from kvc_kernels.gpu.extend import extend
 from kvc_kernels.gpu.score import window_attention
-from kvc_kernels.gpu.select import kept_positions, rank_pages
+from kvc_kernels.gpu.select import compete, kept_positions, protect
 from kvc_kernels.gpu.store import store
 from kvc_kernels.gpu.tables import block_table
 
@@ -33,7 +33,9 @@ def test_launchers(device):
         block_table(batch, 0, 64)
         store(layer_k, layer_v, slots, *torch.zeros(2, len(slots), HEADS, 16, device=device))
         scores = window_attention(query[:2], layer_k, slots, 1.0).repeat(LAYERS, 1)
-        kept = kept_positions(scores, rank_pages(scores, 8), pages, 8, len(pages))
+        protect(scores, 4, 4, None, 1e30)
+        compete(scores, 8, len(pages), 1, 1, None, 0.0)
+        kept = kept_positions(scores, pages, 8, len(pages))
         compact(cache.arena_k, cache.arena_v, slots, kept, pages, target)
         move(metric, torch.zeros_like(kept), kept % 8, target)
 
