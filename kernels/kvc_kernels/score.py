@@ -190,7 +190,7 @@ def pool_neighbours(scores: torch.Tensor, width: int, how: str = "max") -> torch
     return total / width
 
 
-def fade_to_neighbours(scores: torch.Tensor, half_life: float) -> torch.Tensor:
+def fade_to_neighbours(scores: torch.Tensor, half_life: float | torch.Tensor) -> torch.Tensor:
     """Every score becomes the largest around it, halved every `half_life` positions away.
 
     ``max over j of scores[j] * 2 ** (-|i - j| / half_life)``, [..., n] -> [..., n]: a pool over
@@ -200,10 +200,10 @@ def fade_to_neighbours(scores: torch.Tensor, half_life: float) -> torch.Tensor:
     Parameters
     ----------
     scores : at least 0.
-    half_life : in positions, above 0.
+    half_life : in positions, above 0; a tensor [..., 1] has one for every row.
     """
     slope = torch.arange(scores.shape[-1], device=scores.device, dtype=torch.float64)
-    slope *= math.log(2) / half_life
+    slope = slope * (math.log(2) / half_life)
     logs = scores.double().clamp(min=_LEAST).log()
     before = (logs + slope).cummax(dim=-1).values - slope
     after = (logs - slope).flip(-1).cummax(dim=-1).values.flip(-1) + slope

@@ -129,6 +129,18 @@ class LayerContext:
         """Attention itself, in blocks of queries (`kvc_kernels.score.causal_attention`)."""
         return causal_attention(self.queries, self.keys, self.scale, lse=self._exact_lse)
 
+    def half_lives(self, half_life: float, reach: float) -> float | torch.Tensor:
+        """`half_life` for `fade_to_neighbours`, head by head: float32 [H, 1], or the number itself.
+
+        In a head that retrieves more than the mean one it is longer, by as much as the profile
+        says and at most `reach` times; in one that retrieves less, shorter, at least 1 / `reach`.
+        """
+        weights = self.facts.head_weights(1.0) if reach > 1 else None
+        if weights is None:
+            return half_life
+        longer = weights[self.layer].clamp(1 / reach, reach).to(self.keys.device)
+        return half_life * longer[:, None]
+
     @property
     def _exact_lse(self) -> torch.Tensor | None:
         """The log-sum-exp, for attention that several keys may get all of.

@@ -52,10 +52,10 @@ PRESETS: dict[str, Preset] = {
     # --- by the last queries' attention ---
     "kv-compress": Preset(
         "attention-window", "global", "KV-Compress, arXiv 2410.00161",
-        "Window 32 and scores that fade to neighbours, where the paper has 8 and a pool of 7 "
-        "(kvc-paper): on real text whole sentences must stay. 4 sinks; a head profile if there is "
-        f"one. {_ASKED}.",
-        {"window": 32, "pool": 1, "half_life": 3.0, "profile_power": 1.0},
+        "Window 32 and scores that fade to neighbours, further in heads that retrieve if there is a "
+        "head profile; the paper has 8 and a pool of 7 (kvc-paper). On real text whole sentences "
+        f"must stay. 4 sinks. {_ASKED}.",
+        {"window": 32, "pool": 1, "half_life": 2.5, "profile_reach": 1.5},
     ),
     "kvc-paper": Preset(
         "attention-window", "global", "KVC-w, KV-Compress, arXiv 2410.00161",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
@@ -40,6 +41,25 @@ def test_attention_fades_to_neighbours_over_the_windows_edge():
     assert plain[[30, 32]].max() < 1e-3 * plain[31]
     close(got[[27, 29, 33, 35]] / plain[31], torch.tensor([0.25, 0.5, 0.5, 0.25]))
     assert (got >= plain).all()
+
+
+def test_scores_fade_further_in_heads_that_retrieve():
+    """Two keys on, half counts; where the half-life is 1.5 times as long, 2 ** (-2 / 3)."""
+    p = prompt(40, 4, 1)
+    p.queries, p.keys = torch.zeros(40, 4, DIM), torch.zeros(40, 4, DIM)
+    p.queries[..., 0], p.keys[20, :, 0] = 30.0, 1.0
+    knob = {"window": 8, "pool": 1, "half_life": 2.0, "profile_reach": 1.5}
+
+    def after_two(profile: torch.Tensor | None) -> torch.Tensor:
+        p.facts = dataclasses.replace(p.facts, head_profile=profile)
+        got = score(p, "attention-window", **knob)
+        return got[:, 22] / got[:, 20]
+
+    first = torch.zeros(1, 4)
+    profile = torch.cat((first, torch.tensor([[0.1, 0.25, 0.2, 0.9]])))  # on average 0.18125
+    longer = torch.tensor([1 / 1.5, 0.25 / 0.18125, 0.2 / 0.18125, 1.5])
+    close(after_two(profile), 0.5 ** (1 / longer))
+    close(after_two(None), torch.full((4,), 0.5))
 
 
 @pytest.mark.parametrize("policy", ["kv-compress", "h2o"])

@@ -9,7 +9,7 @@ from sgl_kvc.policy.base import LayerContext
 
 SOURCE = (
     "SnapKV, arXiv 2404.14469, section 4; squared: KV-Compress, arXiv 2410.00161, eq. 8; with "
-    "half_life ours"
+    "half_life and profile_reach ours"
 )
 PARAMETERS = {
     "window": {"default": 8, "min": 1, "max": 1024},
@@ -18,6 +18,7 @@ PARAMETERS = {
     "norm": {"default": "l2", "choices": ["l2", "l1"]},
     "group": {"default": "sum", "choices": ["sum", "mean"]},
     "half_life": {"default": 0.0, "min": 0.0, "max": 1024.0},
+    "profile_reach": {"default": 1.0, "min": 1.0, "max": 64.0},
 }
 CONTINUAL = "attention"
 
@@ -30,6 +31,7 @@ def score(
     norm: str,
     group: str,
     half_life: float,
+    profile_reach: float,
 ) -> torch.Tensor:
     """Attention summed over the window and the query group, pooled over neighbours.
 
@@ -51,4 +53,6 @@ def score(
     scores = context.window_attention(power, group=group)
     before = scores.shape[1] - context.queries.shape[0]
     scores[:, :before] = pool_neighbours(scores[:, :before], pool, pooling)
-    return fade_to_neighbours(scores, half_life) if half_life else scores
+    if not half_life:
+        return scores
+    return fade_to_neighbours(scores, context.half_lives(half_life, profile_reach))

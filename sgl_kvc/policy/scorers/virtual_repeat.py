@@ -22,6 +22,7 @@ PARAMETERS = {
     "leverage": {"default": 0.0, "min": 0.0, "max": 64.0},
     "echo": {"default": 0.0, "min": 0.0, "max": 64.0},
     "repeat_power": {"default": 0.0, "min": 0.0, "max": 8.0},
+    "window_weight": {"default": 0.0, "min": 0.0, "max": 64.0},
 }
 CONTINUAL = "attention"
 
@@ -50,12 +51,13 @@ def observe(
     leverage: float,
     echo: float,
     repeat_power: float,
+    window_weight: float,
 ) -> Reading:
     """Read again the parts that this chunk completes; carry over the queries of the last one.
 
     Parts are counted from the prompt's first token, so scores do not depend on the chunks.
     """
-    del window, half_life, leverage, echo, repeat_power
+    del window, half_life, leverage, echo, repeat_power, window_weight
     queries, lse = context.queries, context.lse
     if lse is None:
         lse = causal_lse(queries, context.keys, context.scale)
@@ -85,6 +87,7 @@ def score(
     leverage: float,
     echo: float,
     repeat_power: float,
+    window_weight: float,
 ) -> torch.Tensor:
     """The most attention any query pays that reads its part of the prompt again.
 
@@ -93,7 +96,7 @@ def score(
 
     Parameters
     ----------
-    window : last queries that are asked again, for `echo`
+    window : last queries that are looked at, for `echo` and `window_weight`
     part : tokens that are read again at a time; a query sees no key of another part
     shift : positions by which queries are rotated on. With fewer than a part, heads that look at
         the tokens right before them would find these again
@@ -105,6 +108,9 @@ def score(
         tokens came once more, right behind the prompt: a question at its end, asked again
     repeat_power : all but the echo is multiplied by (the head's profile / the mean profile) to
         this power, where the model has a head profile
+    window_weight : a key counts at least this many times the squared attention that the last
+        `window` tokens pay it as they are, summed over them and the group, of which 1 counts at
+        most: that is what a single query can pay
     """
     del part, shift
     reading: Reading = context.state
@@ -116,6 +122,9 @@ def score(
         scores = scores * weights[context.layer].to(scores)[:, None]
     if echo:
         scores = scores.maximum(echo * _echo(context))
+    if window_weight:
+        paid = context.window_attention(power=2).clamp(max=1.0)
+        scores = scores.maximum(window_weight * paid)
     return fade_to_neighbours(scores, half_life) if half_life else scores
 
 
