@@ -123,9 +123,15 @@ PRESETS: dict[str, Preset] = {
     ),
     "virtual-repeat": Preset(
         "virtual-repeat", "global", "after KVzip, arXiv 2505.23416",
-        "KVzip reads the prompt a second time, which cannot be bounded inside prefill. Here the "
-        "first reading's queries are moved on and stand for the second's; parts are 256 tokens, "
-        f"in the paper 2,048. {_ASKED}.",
+        "KVzip reads the prompt a second time. Here the first reading's queries, moved on, stand for "
+        "the second's, in parts of 256 tokens (paper: 2,048); attention of the last 32 queries "
+        f"counts too, and scores fade to neighbours. {_ASKED}.",
+        {"window": 32, "window_weight": 1.0, "half_life": 3.0, "profile_power": 0.25},
+    ),
+    "virtual-repeat-copy": Preset(
+        "virtual-repeat", "global", "after KVzip, arXiv 2505.23416",
+        "virtual-repeat by the second reading and by how little a key's others can stand for it "
+        f"(leverage), without neighbours: for copies asked for after compression. {_ASKED}.",
         {"window": 1, "leverage": 1.0, "profile_power": 1.0},
     ),
     "virtual-repeat-echo": Preset(

@@ -140,11 +140,9 @@ def test_a_question_asked_again(window):
     close(score(p, NAME, part=PART, window=window, echo=3.0), plain.double().maximum(3 * echo))
 
 
-def test_what_the_last_queries_attend_to_counts_as_much_as_one_of_them_can_pay():
+def test_what_one_of_the_last_queries_attends_to_counts_too():
     p = prompt()
-    paid = (p.attention(8) ** 2).sum(dim=(1, 2)).clamp(max=1.0)
-    assert (paid == 1).any()
-    assert ((paid > 0.1) & (paid < 1)).any()
+    paid = p.attention(8).amax(dim=(1, 2))
     plain = score(p, NAME, part=PART).double()
     assert (plain > paid).any()
     assert (plain < paid).any()

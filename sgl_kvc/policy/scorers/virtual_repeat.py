@@ -108,9 +108,8 @@ def score(
         tokens came once more, right behind the prompt: a question at its end, asked again
     repeat_power : all but the echo is multiplied by (the head's profile / the mean profile) to
         this power, where the model has a head profile
-    window_weight : a key counts at least this many times the squared attention that the last
-        `window` tokens pay it as they are, summed over them and the group, of which 1 counts at
-        most: that is what a single query can pay
+    window_weight : a key counts at least this many times the most attention that one of the last
+        `window` queries pays it as they are, when the prompt is read for the first time
     """
     del part, shift
     reading: Reading = context.state
@@ -123,9 +122,17 @@ def score(
     if echo:
         scores = scores.maximum(echo * _echo(context))
     if window_weight:
-        paid = context.window_attention(power=2).clamp(max=1.0)
-        scores = scores.maximum(window_weight * paid)
+        scores = scores.maximum(window_weight * _paid(context))
     return fade_to_neighbours(scores, half_life) if half_life else scores
+
+
+def _paid(context: LayerContext) -> torch.Tensor:
+    """float32 [H, n]: the most attention from one of the last queries, the highest of a group."""
+    most = torch.zeros(context.keys.shape[1], context.keys.shape[0], device=context.keys.device)
+    for _, attention in context.causal_attention():
+        seen = most[:, : attention.shape[-1]]
+        torch.maximum(seen, attention.amax(dim=(1, 2)), out=seen)
+    return most
 
 
 def _echo(context: LayerContext) -> torch.Tensor:
