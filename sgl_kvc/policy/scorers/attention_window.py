@@ -47,6 +47,9 @@ def score(
         before it is squared
     half_life : above 0, every key, the window's too, counts at least what another does, halved
         every so many positions between them; 0 is off
+    profile_reach : heads that retrieve will attend to what stands next to what they attend to
+        now, so half_life is multiplied by (the head's profile / the mean profile), at most by
+        this and at least by 1 / this: others' gets shorter. 1 leaves it, as does no profile
     """
     del window  # the context holds no other queries
     power = 2 if norm == "l2" else 1
