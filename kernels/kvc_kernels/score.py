@@ -193,7 +193,9 @@ def pool_neighbours(scores: torch.Tensor, width: int, how: str = "max") -> torch
     return total / width
 
 
-def fade_to_neighbours(scores: torch.Tensor, half_life: float) -> torch.Tensor:
+def fade_to_neighbours(
+    scores: torch.Tensor, half_life: float, half_lives: torch.Tensor | None = None
+) -> torch.Tensor:
     """Every score becomes the largest around it, halved every `half_life` positions away.
 
     ``max over j of scores[j] * 2 ** (-|i - j| / half_life)``, [..., n] -> [..., n]: a pool over
@@ -204,12 +206,13 @@ def fade_to_neighbours(scores: torch.Tensor, half_life: float) -> torch.Tensor:
     ----------
     scores : at least 0.
     half_life : in positions, above 0.
+    half_lives : float64 [R] for scores [R, n], each row's own instead, none above `half_life`.
     """
     if use_triton(scores):
         rows = scores.reshape(scores.shape[:-1].numel(), scores.shape[-1])
-        return smooth(rows, half_life=half_life).view_as(scores)
+        return smooth(rows, half_life=half_life, half_lives=half_lives).view_as(scores)
     slope = torch.arange(scores.shape[-1], device=scores.device, dtype=torch.float64)
-    slope *= math.log(2) / half_life
+    slope = slope * (math.log(2) / (half_life if half_lives is None else half_lives[:, None]))
     logs = scores.double().clamp(min=_LEAST).log()
     before = (logs + slope).cummax(dim=-1).values - slope
     after = (logs - slope).flip(-1).cummax(dim=-1).values.flip(-1) + slope
@@ -223,6 +226,7 @@ def smooth(
     pool: int = 1,
     pooling: str = "max",
     half_life: float = 0.0,
+    half_lives: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`pool_neighbours` of all but the last `own` keys, then `fade_to_neighbours` of all.
 
@@ -231,17 +235,17 @@ def smooth(
     Parameters
     ----------
     pool, pooling : width, 1 is none, and how.
-    half_life : 0 is off.
+    half_life, half_lives : 0 is off.
     """
     if pool == 1 and not half_life:
         return scores
     if use_triton(scores):
         from kvc_kernels.gpu import neighbours
 
-        return neighbours.smooth(scores, own, pool, pooling, half_life)
+        return neighbours.smooth(scores, own, pool, pooling, half_life, half_lives)
     before = scores.shape[1] - own
     scores[:, :before] = pool_neighbours(scores[:, :before], pool, pooling)
-    return fade_to_neighbours(scores, half_life) if half_life else scores
+    return fade_to_neighbours(scores, half_life, half_lives) if half_life else scores
 
 
 def window_scores(
@@ -272,7 +276,9 @@ def window_scores(
         group=how.group, excluded=how.excluded, tables=tables,
     )  # fmt: skip
     if how.pool > 1 or how.half_life:
-        found = neighbours.smooth_all(found, how.pool, how.pooling, how.half_life)
+        found = neighbours.smooth_all(
+            found, how.pool, how.pooling, how.half_life, how.half_lives
+        )
     return found.unbind()
 
 

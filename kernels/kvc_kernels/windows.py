@@ -30,7 +30,8 @@ class WindowOptions:
     Attributes
     ----------
     power, group, excluded : of the former.
-    pool, pooling, half_life : of the latter; the queries' own keys are not pooled.
+    pool, pooling, half_life, half_lives : of the latter; the queries' own keys are not pooled.
+        Options that agree in all but `half_lives` are the same: these follow from the rest.
     """
 
     power: int = 1
@@ -39,3 +40,4 @@ class WindowOptions:
     pool: int = 1
     pooling: str = "max"
     half_life: float = 0.0
+    half_lives: torch.Tensor | None = dataclasses.field(default=None, compare=False)

@@ -84,8 +84,23 @@ class ModelFacts:
             self._weights[power] = share.nan_to_num(1.0).clamp(min=_MIN_WEIGHT) ** power
         return self._weights[power]
 
+    def half_lives(self, half_life: float, reach: float) -> torch.Tensor | None:
+        """float64 [L, H], `half_life` times profile / mean, within [1 / `reach`, `reach`]; or None.
+
+        None without a profile. Kept likewise.
+        """
+        weights = self.head_weights(1.0)
+        if weights is not None and (half_life, reach) not in self._half_lives:
+            longer = weights.double().clamp(1 / reach, reach)
+            self._half_lives[half_life, reach] = half_life * longer
+        return None if weights is None else self._half_lives[half_life, reach]
+
     @functools.cached_property
     def _weights(self) -> dict[float, torch.Tensor]:
+        return {}
+
+    @functools.cached_property
+    def _half_lives(self) -> dict[tuple[float, float], torch.Tensor]:
         return {}
 
 
@@ -157,6 +172,11 @@ class LayerContext:
         return self.kvs.values
 
     @property
+    def own_heads(self) -> slice:
+        """Which of the rank's heads these are."""
+        return slice(None) if self.head is None else slice(self.head, self.head + 1)
+
+    @property
     def forced(self) -> int:
         """How many of the window's own keys a scorer may put first, whatever they score."""
         return forced_recent(self.queries.shape[0], self.kept)
@@ -170,6 +190,7 @@ class LayerContext:
         pool: int = 1,
         pooling: str = "max",
         half_life: float = 0.0,
+        reach: float = 1.0,
     ) -> torch.Tensor:
         """float32 [H, n], attention every key gets, that of neighbours taken into account.
 
@@ -181,8 +202,13 @@ class LayerContext:
         power, group, excluded : see `kvc_kernels.score.window_attention`.
         pool, pooling, half_life : see `kvc_kernels.score.smooth`; the queries' own keys are not
             pooled.
+        reach : above 1, half-lives are longer in heads that retrieve more than the mean one, by
+            as much as the profile says and at most so many times, and shorter in others.
         """
-        how = WindowOptions(power, group, excluded, pool, pooling, half_life)
+        half_lives = self.facts.half_lives(half_life, reach) if half_life and reach > 1 else None
+        if half_lives is not None:
+            half_life, half_lives = half_life * reach, half_lives[self.layer, self.own_heads]
+        how = WindowOptions(power, group, excluded, pool, pooling, half_life, half_lives)
         if self.together is not None:
             return self.together(how)
         if self.kvs.layer_k is not None:
@@ -192,8 +218,9 @@ class LayerContext:
             group=group, excluded=excluded, lse=self._exact_lse,
         )  # fmt: skip
         return smooth(
-            scores, len(self.queries), pool=pool, pooling=pooling, half_life=half_life
-        )
+            scores, len(self.queries), pool=pool, pooling=pooling,
+            half_life=half_life, half_lives=half_lives,
+        )  # fmt: skip
 
     @property
     def window(self) -> Window:

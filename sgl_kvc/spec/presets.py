@@ -52,10 +52,10 @@ PRESETS: dict[str, Preset] = {
     # --- by the last queries' attention ---
     "kv-compress": Preset(
         "attention-window", "global", "KV-Compress, arXiv 2410.00161",
-        "Window 32 and scores that fade to neighbours, where the paper has 8 and a pool of 7 "
-        "(kvc-paper): on real text whole sentences must stay. 4 sinks; a head profile if there is "
-        f"one. {_ASKED}.",
-        {"window": 32, "pool": 1, "half_life": 3.0, "profile_power": 1.0},
+        "Window 32 and scores that fade to neighbours, further in heads that retrieve if there is "
+        "a head profile; the paper has 8 and a pool of 7 (kvc-paper). On real text whole sentences "
+        f"must stay. 4 sinks. {_ASKED}.",
+        {"window": 32, "pool": 1, "half_life": 2.5, "profile_reach": 1.5},
     ),
     "kvc-paper": Preset(
         "attention-window", "global", "KVC-w, KV-Compress, arXiv 2410.00161",
@@ -123,9 +123,15 @@ PRESETS: dict[str, Preset] = {
     ),
     "virtual-repeat": Preset(
         "virtual-repeat", "global", "after KVzip, arXiv 2505.23416",
-        "KVzip reads the prompt a second time, which cannot be bounded inside prefill. Here the "
-        "first reading's queries are moved on and stand for the second's; parts are 256 tokens, "
-        f"in the paper 2,048. {_ASKED}.",
+        "KVzip reads the prompt a second time. Here the first reading's queries, moved on, stand "
+        "for the second's, in parts of 256 tokens (paper: 2,048); attention of the last 32 queries "
+        f"counts too, and scores fade to neighbours. {_ASKED}.",
+        {"window": 32, "window_weight": 1.0, "half_life": 3.0, "profile_power": 0.25},
+    ),
+    "virtual-repeat-copy": Preset(
+        "virtual-repeat", "global", "after KVzip, arXiv 2505.23416",
+        "virtual-repeat by the second reading and by how little a key's others can stand for it "
+        f"(leverage), without neighbours: for copies asked for after compression. {_ASKED}.",
         {"window": 1, "leverage": 1.0, "profile_power": 1.0},
     ),
     "virtual-repeat-echo": Preset(

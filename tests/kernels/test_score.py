@@ -91,6 +91,14 @@ def test_scores_fade_to_neighbours(half_life, n):
     assert fade_to_neighbours(torch.zeros(2, 0), half_life).shape == (2, 0)
 
 
+def test_every_row_fades_at_its_own_pace():
+    scores = torch.rand(3, 30) ** 8
+    paces = torch.tensor([0.5, 2.0, 4.0], dtype=torch.float64)
+    got = fade_to_neighbours(scores, 4.0, paces)
+    for row, pace, faded in zip(scores, paces.tolist(), got, strict=True):
+        torch.testing.assert_close(faded, fade_to_neighbours(row, pace))
+
+
 def test_far_scores_fade_exactly_in_long_prompts():
     """A difference of positions, however far from the beginning."""
     scores = torch.zeros(1, 100_000)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 
 import pytest
 import torch
 
+from sgl_kvc.policy.base import LayerContext, scorer
 from sgl_kvc.policy.kvs import PromptKVs
 from sgl_kvc.policy.scorers.keyformer import _gumbel
 from sgl_kvc.policy.scores import PromptScores
@@ -41,6 +43,37 @@ def test_attention_fades_to_neighbours_over_the_windows_edge():
     assert plain[[30, 32]].max() < 1e-3 * plain[31]
     close(got[[27, 29, 33, 35]] / plain[31], torch.tensor([0.25, 0.5, 0.5, 0.25]))
     assert (got >= plain).all()
+
+
+def test_scores_fade_further_in_heads_that_retrieve():
+    """Two keys on, half counts; where the half-life is 1.5 times as long, 2 ** (-2 / 3)."""
+    p = prompt(40, 4, 1)
+    p.queries, p.keys = torch.zeros(40, 4, DIM), torch.zeros(40, 4, DIM)
+    p.queries[..., 0], p.keys[20, :, 0] = 30.0, 1.0
+    knob = {"window": 8, "pool": 1, "half_life": 2.0, "profile_reach": 1.5}
+
+    def after_two(profile: torch.Tensor | None) -> torch.Tensor:
+        p.facts = dataclasses.replace(p.facts, head_profile=profile)
+        got = score(p, "attention-window", **knob)
+        return got[:, 22] / got[:, 20]
+
+    def alone(head: int) -> torch.Tensor:
+        """As a chat's next turn scores it: `HeldScores`."""
+        spec = parse({"rate": 4, "scorer": "attention-window"} | knob)
+        context = LayerContext(
+            layer=1, layers=2, queries=p.queries[-8:, head : head + 1],
+            kvs=PromptKVs.of(p.keys[:, head : head + 1], p.values[:, head : head + 1]),
+            scale=p.scale, spec=spec, tokens=torch.arange(40), kept=10, facts=p.facts, head=head,
+        )  # fmt: skip
+        got = scorer(spec).run(context)[0]
+        return got[22] / got[20]
+
+    first = torch.zeros(1, 4)
+    profile = torch.cat((first, torch.tensor([[0.1, 0.25, 0.2, 0.9]])))  # on average 0.18125
+    longer = torch.tensor([1 / 1.5, 0.25 / 0.18125, 0.2 / 0.18125, 1.5])
+    close(after_two(profile), 0.5 ** (1 / longer))
+    close(torch.stack([alone(head) for head in range(4)]), 0.5 ** (1 / longer))
+    close(after_two(None), torch.full((4,), 0.5))
 
 
 @pytest.mark.parametrize("policy", ["kv-compress", "h2o"])

@@ -32,7 +32,7 @@ def test_the_presets_of_kv_compress_are_the_papers():
     paper = parse({"rate": 8, "policy": "kvc-paper"})
     assert (paper.scorer, paper.apportioner) == ("attention-window", "global")
     wanted = {"window": 8, "pool": 7, "pooling": "max", "norm": "l2", "group": "sum"}
-    assert paper.parameters == wanted | {"half_life": 0, "profile_power": 0}
+    assert paper.parameters == wanted | {"half_life": 0, "profile_reach": 1, "profile_power": 0}
     assert (paper.sinks, paper.recent) == (0, 8)
     full = parse({"rate": 8, "policy": "kvc-full"})
     assert full.parameters["excluded"] == 10

@@ -143,6 +143,16 @@ def test_a_question_asked_again(window):
     close(score(p, NAME, part=PART, window=window, echo=3.0), plain.double().maximum(3 * echo))
 
 
+def test_what_one_of_the_last_queries_attends_to_counts_too():
+    p = prompt()
+    paid = p.attention(8).amax(dim=(1, 2))
+    plain = score(p, NAME, part=PART).double()
+    assert (plain > paid).any()
+    assert (plain < paid).any()
+    close(score(p, NAME, part=PART, window=8, window_weight=1.0), plain.maximum(paid))
+    close(score(p, NAME, part=PART, window=8, window_weight=2.0), plain.maximum(2 * paid))
+
+
 def test_the_profile_weighs_what_is_read_again_but_not_the_question():
     p = prompt()
     p.facts = dataclasses.replace(p.facts, head_profile=None)

@@ -51,10 +51,13 @@ def _log(scores, position, n, before, pool, HOW: tl.constexpr):
 
 @triton.jit(do_not_specialize=["n", "own", "row", "pool", "slope", "reach"])
 def _smooth(
-    out, scores, prompts, n, own, row, pool, slope, reach,
+    out, scores, prompts, half_lives, n, own, row, pool, slope, reach,
     HOW: tl.constexpr, FADES: tl.constexpr, COLUMNS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """A tile of one head. `slope`: the bits of a float64, logarithms lost a position."""
+    """A tile of one head. `slope`: the bits of a float64, logarithms lost a position.
+
+    `half_lives`: float64, each head's own instead; `reach` is enough for all.
+    """
     head = tl.program_id(0).to(tl.int64)
     from_row = head * row
     if prompts is not None:
@@ -70,6 +73,8 @@ def _smooth(
     position, before = begin + each, n - own
     if FADES:
         fall = slope.to(tl.float64, bitcast=True)
+        if half_lives is not None:
+            fall = fall / tl.load(half_lives + head)
         logs = _log(scores, position, n, before, pool, HOW)
         down = position.to(tl.float64) * fall
         left = tl.full([], float("-inf"), tl.float64)
@@ -92,18 +97,29 @@ def _smooth(
 
 
 def smooth(
-    scores: torch.Tensor, own: int, pool: int, pooling: str, half_life: float
+    scores: torch.Tensor,
+    own: int,
+    pool: int,
+    pooling: str,
+    half_life: float,
+    half_lives: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`kvc_kernels.score.smooth` of scores [R, n]: a new tensor."""
     rows, n = scores.shape
     if scores.stride(-1) != 1:
         scores = scores.contiguous()
     out = torch.empty(rows, n, dtype=torch.float32, device=scores.device)
-    _launch(out, scores, None, n, own, rows, 1, pool, pooling, half_life)
+    _launch(out, scores, None, n, own, rows, 1, pool, pooling, half_life, half_lives)
     return out
 
 
-def smooth_all(found: WindowScores, pool: int, pooling: str, half_life: float) -> WindowScores:
+def smooth_all(
+    found: WindowScores,
+    pool: int,
+    pooling: str,
+    half_life: float,
+    half_lives: torch.Tensor | None = None,
+) -> WindowScores:
     """`smooth` of every prompt of a batch, each with its own window."""
     out = WindowScores(
         torch.empty_like(found.flat), found.table, found.lengths, found.own, found.heads
@@ -111,7 +127,7 @@ def smooth_all(found: WindowScores, pool: int, pooling: str, half_life: float) -
     _launch(
         out.flat, found.flat.view(found.heads, -1) if found.table is None else found.flat,
         found.table, max(found.lengths), found.own[0], found.heads, len(found.lengths),
-        pool, pooling, half_life,
+        pool, pooling, half_life, half_lives,
     )  # fmt: skip
     return out
 
@@ -127,14 +143,15 @@ def _launch(
     pool: int,
     pooling: str,
     half_life: float,
+    half_lives: torch.Tensor | None,
 ) -> None:
     if not n or not rows:
         return
-    slope = math.log(2) / half_life if half_life else 1.0
+    slope = math.log(2) / half_life if half_life and half_lives is None else math.log(2)
     bits = struct.unpack("<q", struct.pack("<d", slope))[0]
     reach = min(n, math.ceil(_REACH * half_life))
     _smooth[(rows, triton.cdiv(n, _TILE), prompts)](
-        out, scores, table, n, own, scores.stride(0), pool, bits, reach,
+        out, scores, table, half_lives, n, own, scores.stride(0), pool, bits, reach,
         HOW=0 if pool == 1 else 1 if pooling == "max" else 2,
         FADES=half_life > 0, COLUMNS=COLUMNS, TILE=_TILE, num_warps=4,
     )  # fmt: skip

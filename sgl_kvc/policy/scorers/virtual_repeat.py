@@ -22,6 +22,7 @@ PARAMETERS = {
     "leverage": {"default": 0.0, "min": 0.0, "max": 64.0},
     "echo": {"default": 0.0, "min": 0.0, "max": 64.0},
     "repeat_power": {"default": 0.0, "min": 0.0, "max": 8.0},
+    "window_weight": {"default": 0.0, "min": 0.0, "max": 64.0},
 }
 CONTINUAL = "attention"
 
@@ -50,12 +51,13 @@ def observe(
     leverage: float,
     echo: float,
     repeat_power: float,
+    window_weight: float,
 ) -> Reading:
     """Read again the parts that this chunk completes; carry over the queries of the last one.
 
     Parts are counted from the prompt's first token, so scores do not depend on the chunks.
     """
-    del window, half_life, leverage, echo, repeat_power
+    del window, half_life, leverage, echo, repeat_power, window_weight
     queries, lse = context.queries, context.lse
     if lse is None:
         lse = causal_lse(queries, context.keys, context.scale)
@@ -90,6 +92,7 @@ def score(
     leverage: float,
     echo: float,
     repeat_power: float,
+    window_weight: float,
 ) -> torch.Tensor:
     """The most attention any query pays that reads its part of the prompt again.
 
@@ -98,7 +101,7 @@ def score(
 
     Parameters
     ----------
-    window : last queries that are asked again, for `echo`
+    window : last queries that are looked at, for `echo` and `window_weight`
     part : tokens that are read again at a time; a query sees no key of another part
     shift : positions by which queries are rotated on. With fewer than a part, heads that look at
         the tokens right before them would find these again
@@ -110,6 +113,8 @@ def score(
         tokens came once more, right behind the prompt: a question at its end, asked again
     repeat_power : all but the echo is multiplied by (the head's profile / the mean profile) to
         this power, where the model has a head profile
+    window_weight : a key counts at least this many times the most attention that one of the last
+        `window` queries pays it as they are, when the prompt is read for the first time
     """
     del part, shift
     reading: Reading = context.state
@@ -118,11 +123,21 @@ def score(
         scores = scores + leverage * key_leverage(context.keys)
     weights = context.facts.head_weights(repeat_power) if repeat_power else None
     if weights is not None:
-        mine = slice(None) if context.head is None else slice(context.head, context.head + 1)
-        scores = scores * weights[context.layer, mine].to(scores)[:, None]
+        scores = scores * weights[context.layer, context.own_heads].to(scores)[:, None]
     if echo:
         scores = scores.maximum(echo * _echo(context))
+    if window_weight:
+        scores = scores.maximum(window_weight * _paid(context))
     return fade_to_neighbours(scores, half_life) if half_life else scores
+
+
+def _paid(context: LayerContext) -> torch.Tensor:
+    """float32 [H, n]: the most attention from one of the last queries, the highest of a group."""
+    most = torch.zeros(context.keys.shape[1], context.keys.shape[0], device=context.keys.device)
+    for _, attention in context.causal_attention():
+        seen = most[:, : attention.shape[-1]]
+        torch.maximum(seen, attention.amax(dim=(1, 2)), out=seen)
+    return most
 
 
 def _echo(context: LayerContext) -> torch.Tensor:

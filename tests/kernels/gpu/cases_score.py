@@ -58,7 +58,7 @@ def cases(architecture: int) -> Iterator[tuple]:
 def smoothing() -> Iterator[tuple]:
     """Pooled, faded, or both; of one prompt or several."""
     signature = dict.fromkeys(("n", "own", "row", "pool", "reach"), "i32")
-    signature |= {"out": "*fp32", "scores": "*fp32", "slope": "i64"}
+    signature |= {"out": "*fp32", "scores": "*fp32", "slope": "i64", "half_lives": "*fp64"}
     for how, fades in ((1, False), (2, False), (0, True), (2, True)):
         constants = {"HOW": how, "FADES": fades, "COLUMNS": COLUMNS, "TILE": _TILE}
         name = f"smooth {how}{', fades' if fades else ''}"

@@ -70,6 +70,17 @@ def test_prompts_of_a_batch(device, how):
         torch.testing.assert_close(alone, together[i])
 
 
+def test_heads_fade_at_their_own_pace(device):
+    windows, layer, _, _ = _drawn(device)
+    plain = window_scores(windows, layer, SCALE, WindowOptions())
+    paces = torch.linspace(0.5, 3.0, len(plain[0]), dtype=torch.float64)
+    how = WindowOptions(half_life=3.0, half_lives=paces.to(device))
+    found = window_scores(windows, layer, SCALE, how)
+    for got, scores in zip(found, plain, strict=True):
+        expected = score.fade_to_neighbours(scores.cpu(), 3.0, paces)
+        torch.testing.assert_close(got.cpu(), expected, atol=1e-6, rtol=1e-5)
+
+
 def test_windows_of_other_tensors_and_without_sums(device):
     """Gathered over chunks; and where the attention kernel has not told the log-sum-exp."""
     windows, layer, _, _ = _drawn(device)
