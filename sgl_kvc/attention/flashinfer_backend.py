@@ -124,7 +124,8 @@ class FlashInferAttentionBackend(KvcAttentionBackend):
         self, forward_batch: ForwardBatch, in_capture: bool = False
     ) -> None:
         """Before a decode step is captured, and before each replay."""
-        self._plan_decode(forward_batch, self._new_batch(forward_batch))
+        super().init_forward_metadata_out_graph(forward_batch, in_capture)
+        self._plan_decode(forward_batch, self._batch(forward_batch))
 
     def _plan_decode(self, forward_batch: ForwardBatch, batch: Batch) -> None:
         if self.kernels is None or self._workspace is None:
