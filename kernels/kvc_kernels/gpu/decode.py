@@ -1,6 +1,6 @@
 """Attention of one query per request over all that it holds: a line of work, cut equally.
 
-Programs that fill the GPU once take equal stretches of the line that `schedule.py` lays out, so that
+Programs that fill the GPU once take equal stretches of the line that `schedule.py` lays out, so
 one long head sets nothing; what several stretches share of a head is merged by its log-sum-exp
 (Flash-Decoding; arXiv 2410.00161, section 4). A program is one warp: warps have nothing to wait
 for in each other, and several programs of a processor hide what each waits for.
@@ -21,7 +21,14 @@ from kvc_kernels.gpu.layout import INTERPRETED
 from kvc_kernels.gpu.metric import accumulate
 from kvc_kernels.gpu.occupancy import Processor
 from kvc_kernels.gpu.schedule import (
-    LEAST, ROW_COST, Schedule, read_row, schedule_of, stretches_of, tile_kvs, width,
+    LEAST,
+    ROW_COST,
+    Schedule,
+    read_row,
+    schedule_of,
+    stretches_of,
+    tile_kvs,
+    width,
 )  # fmt: skip
 
 #: Bytes of keys and values that a tile has, and the fewest and most KVs of one.
@@ -118,9 +125,7 @@ def _decode(
                 weights, values.to(q.dtype), result * shrink[:, None], input_precision="ieee"
             )
             if KIND != "":
-                result_odd = tl.dot(
-                    weights, values_odd.to(q.dtype), result_odd * shrink[:, None]
-                )
+                result_odd = tl.dot(weights, values_odd.to(q.dtype), result_odd * shrink[:, None])
         if KIND != "":
             result = tl.interleave(result, result_odd)
         sums = tl.sum(total, 1)

@@ -174,10 +174,13 @@ def tile_kvs(
     -------
     place : int64 [TILE]. token : int32 [TILE], the head's KVs counted from 0.
     """
-    PAGES: tl.constexpr = triton.cdiv(TILE, P)
-    ROWS: tl.constexpr = TILE // PAGES
-    page = nth * TILE // P + tl.arange(0, PAGES)
-    within = nth * TILE % P + tl.arange(0, ROWS)
+    if P <= TILE:
+        page = nth * (TILE // P) + tl.arange(0, TILE // P)
+        within = tl.arange(0, P)
+    else:
+        at = nth * TILE + tl.arange(0, 1)
+        page = quotient(at, P)
+        within = at - page * P + tl.arange(0, TILE)
     place = head_place(tl.minimum(page, quotient(held - 1, P)), spans, PER_BLOCK)
     in_row = quotient(place, PER_BLOCK)
     found = (tl.load(blocks + in_row) - in_row) * PER_BLOCK + place

@@ -1,4 +1,4 @@
-"""What a compiled kernel is made of: its machine code, read with the tools that come with Triton."""
+"""What a compiled kernel is made of: its machine code, read with tools that come with Triton."""
 
 from __future__ import annotations
 

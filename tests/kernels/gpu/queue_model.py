@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import heapq
+import itertools
 
 import torch
 from kvc_kernels.batch import Batch
@@ -77,7 +78,7 @@ def by_schedule(machine: Machine, held: torch.Tensor, row_bytes: int) -> list[li
     schedule.update(batch)
     rows, tile = held.flatten().tolist(), schedule.tile
     cuts, found = schedule.cuts.view(-1, 2).tolist(), []
-    for (row, at), (to_row, to_tile) in zip(cuts, cuts[1:], strict=False):
+    for (row, at), (to_row, to_tile) in itertools.pairwise(cuts):
         mine = []
         while row < to_row:
             mine.append(rows[row] - at * tile)
@@ -89,10 +90,7 @@ def by_schedule(machine: Machine, held: torch.Tensor, row_bytes: int) -> list[li
 
 
 def by_head(machine: Machine, held: torch.Tensor, row_bytes: int) -> list[list[int]]:
-    """What programs read that take whole heads, each the next when it is done with one: the control.
-
-    Heads are dealt out in turn, which is that order where all are equal.
-    """
+    """What programs read that are dealt whole heads in turn: the control."""
     rows = [kvs * row_bytes for kvs in held.flatten().tolist()]
     return [rows[nth :: machine.programs] for nth in range(machine.programs)]
 

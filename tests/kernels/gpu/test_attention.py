@@ -17,9 +17,7 @@ from tests.kernels.test_attention import check_extend as check_one_layer
 def scheduled(drawn: Drawn, query: torch.Tensor, device: str, programs: int) -> Batch:
     """The batch on the device; so many programs share its work, in tiles of two pages or so."""
     batch, (requests, query_heads, _) = drawn.on(device), query.shape
-    made = new_schedule(
-        batch.cache, requests, query_heads, query.dtype, programs=programs, tile=16
-    )
+    made = new_schedule(batch.cache, requests, query_heads, query.dtype, programs=programs, tile=16)
     for tensor in (made.heads, made.blocks, made.starts, made.cuts):
         tensor.fill_(1 << 30)  # what is read without having been written does harm
     made.update(batch)

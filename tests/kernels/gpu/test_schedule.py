@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 
 import pytest
 import torch
@@ -47,7 +48,7 @@ def test_every_tile_is_read_once_in_stretches_of_equal_length(case, programs, de
         assert cuts[0] == (0, 0)
         assert cuts[-1] == (rows, 0)
         read = []
-        for (row, tile), (to_row, to_tile) in zip(cuts, cuts[1:], strict=False):
+        for (row, tile), (to_row, to_tile) in itertools.pairwise(cuts):
             while row < to_row:
                 read += [(row, each) for each in range(tile, tiles[row])]
                 row, tile = row + 1, 0
@@ -57,7 +58,7 @@ def test_every_tile_is_read_once_in_stretches_of_equal_length(case, programs, de
         where = [0 if row == rows else starts[row] + (tile + ROW_COST if tile else 0)
                  for row, tile in cuts]  # fmt: skip
         where[stretches:] = [starts[-1]] * (programs + 1 - stretches)
-        lengths = [after - before for before, after in zip(where, where[1:], strict=False)]
+        lengths = [after - before for before, after in itertools.pairwise(where)]
         assert max(lengths) <= -(-starts[-1] // stretches) + ROW_COST
 
 
@@ -161,9 +162,7 @@ def test_what_lies_behind_a_head_is_not_read(device):
         arena[~mine] = float("nan")
     query = torch.randn(3, HEADS, 16)
     got = decode(query.to(device), scheduled(drawn, query, device, 2), 1, 0.25)[0]
-    torch.testing.assert_close(
-        got.cpu(), decode_reference(query, drawn.batch, 1, 0.25)[0], **BOUND
-    )
+    torch.testing.assert_close(got.cpu(), decode_reference(query, drawn.batch, 1, 0.25)[0], **BOUND)
 
 
 @pytest.mark.parametrize("requests", [16, 64, 256, 1024])
