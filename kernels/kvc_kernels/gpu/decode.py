@@ -31,7 +31,8 @@ from kvc_kernels.gpu.schedule import (
     width,
 )  # fmt: skip
 
-#: Bytes of keys and values that a tile has, and the fewest and most KVs of one.
+#: Bytes of keys and values that a tile has, and the fewest and most KVs of one; of 8 bits the most
+#: is half of that, for registers.
 _TILE_BYTES, _FEWEST, _MOST = 16 << 10, 16, 64
 #: Page ids are loaded, then KVs, then used, three tiles apart: two tiles are always on their way.
 STAGES = 7
@@ -80,8 +81,7 @@ def _decode(
     to_row, to_tile = tl.load(cut + 2), tl.load(cut + 3)
     member, dim, value_dim = tl.arange(0, GROUP_PAD), tl.arange(0, D_PAD), tl.arange(0, DV_PAD)
     mine = (member < GROUP)[:, None]
-    larger: tl.constexpr = 256.0 if KIND == "e4m3" else 1.0  # what `halves` makes smaller
-    to_log2 = scale * (1.4426950408889634 * larger)
+    to_log2 = scale * 1.4426950408889634
     for nth_row in range(0, tl.where(to_tile > 0, to_row + 1, to_row) - from_row):
         row = from_row + nth_row
         held, spans = read_row(heads, layer * rows + row)
@@ -129,7 +129,7 @@ def _decode(
         if KIND != "":
             result = tl.interleave(result, result_odd)
         sums = tl.sum(total, 1)
-        result *= (larger / tl.where(sums > 0, sums, 1.0))[:, None]
+        result *= (1.0 / tl.where(sums > 0, sums, 1.0))[:, None]
         natural = (largest + tl.log2(sums)) * 0.6931471805599453
         mask = mine & (value_dim < DV)[None, :]
         if (low == 0) & (high == tiles):
@@ -185,7 +185,8 @@ def _merge(
 def tile_of(cache: KVCache) -> int:
     """KVs of a tile."""
     row = pad_of(cache.arena_k.shape[-1]) + pad_of(cache.arena_v.shape[-1])
-    return max(_FEWEST, min(_MOST, _TILE_BYTES // (row * cache.arena_k.itemsize)))
+    most = _MOST // 2 if kind_of(cache.arena_k.dtype) else _MOST
+    return max(_FEWEST, min(most, _TILE_BYTES // (row * cache.arena_k.itemsize)))
 
 
 def pad_of(dim: int) -> int:
