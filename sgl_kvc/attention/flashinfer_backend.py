@@ -120,6 +120,10 @@ class FlashInferAttentionBackend(KvcAttentionBackend):
         lens = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
         return dataclasses.replace(batch, rows=list(zip(rows, *lens, strict=True)))
 
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        if self.kernels is None:
+            super().init_cuda_graph_state(max_bs, max_num_tokens)
+
     def init_forward_metadata_out_graph(
         self, forward_batch: ForwardBatch, in_capture: bool = False
     ) -> None:

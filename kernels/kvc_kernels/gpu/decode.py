@@ -2,8 +2,8 @@
 
 Programs that fill the GPU once take equal stretches of the line that `schedule.py` lays out, so
 one long head sets nothing; what several stretches share of a head is merged by its log-sum-exp
-(Flash-Decoding; arXiv 2410.00161, section 4). A program is one warp: warps have nothing to wait
-for in each other, and several programs of a processor hide what each waits for.
+(Flash-Decoding; arXiv 2410.00161, section 4). A program is one warp if it can: there is nothing
+that warps would wait for in each other, and programs of a processor hide what each waits for.
 """
 
 from __future__ import annotations
@@ -194,6 +194,13 @@ def pad_of(dim: int) -> int:
     return max(32, triton.next_power_of_2(dim))
 
 
+def _warps(itemsize: int, widest: int) -> int:
+    """Warps of a program: one, but where its registers do not hold what it sums up."""
+    if itemsize == 4:  # no matrix units
+        return 4
+    return 2 if widest > 128 else 1
+
+
 def constants_of(cache: KVCache, query_heads: int, tile: int) -> dict:
     """What the decode kernel is compiled for, and how."""
     dim, value_dim = cache.arena_k.shape[-1], cache.arena_v.shape[-1]
@@ -203,7 +210,8 @@ def constants_of(cache: KVCache, query_heads: int, tile: int) -> dict:
         "GROUP": group, "GROUP_PAD": max(16, triton.next_power_of_2(group)),
         "D": dim, "D_PAD": pad_of(dim), "DV": value_dim, "DV_PAD": pad_of(value_dim),
         "TILE": tile, "KIND": kind_of(cache.arena_k.dtype),
-        "INTERPRETED": INTERPRETED, "STAGES": STAGES, "num_warps": 1,
+        "INTERPRETED": INTERPRETED, "STAGES": STAGES,
+        "num_warps": _warps(cache.arena_k.itemsize, max(pad_of(dim), pad_of(value_dim))),
     }  # fmt: skip
 
 
