@@ -1,10 +1,10 @@
 """Caches of 8-bit floats in kernels: two numbers at a time, as one of 16 bits.
 
 Neighbours of a row, numbers 2i and 2i + 1, are read as one int16: copies, shared memory and the
-loads of matrix operands are then those of a 16-bit cache, and two or four instructions on a register
-of two such make fp16 of the even and of the odd numbers. A dot product over D is the sum of two
-over D / 2; what weighs values has an even and an odd half. (Triton's own conversions of fp8 operands
-take values through shared memory number by number.)
+loads of matrix operands are then those of a 16-bit cache, and two or four instructions on a
+register of two such make fp16 of the even and of the odd numbers. A dot product over D is the sum
+of two over D / 2; what weighs values has an even and an odd half. (Triton's own conversions of fp8
+operands take values through shared memory number by number.)
 """
 
 from __future__ import annotations
