@@ -194,24 +194,24 @@ def pad_of(dim: int) -> int:
     return max(32, triton.next_power_of_2(dim))
 
 
-def _warps(itemsize: int, widest: int) -> int:
+def _warps(cache: KVCache) -> int:
     """Warps of a program: one, but where its registers do not hold what it sums up."""
-    if itemsize == 4:  # no matrix units
+    if cache.arena_k.itemsize == 4:  # no matrix units
         return 4
-    return 2 if widest > 128 else 1
+    return 2 if max(cache.arena_k.shape[-1], cache.arena_v.shape[-1]) > 128 else 1
 
 
 def constants_of(cache: KVCache, query_heads: int, tile: int) -> dict:
     """What the decode kernel is compiled for, and how."""
     dim, value_dim = cache.arena_k.shape[-1], cache.arena_v.shape[-1]
-    group = query_heads // cache.heads
+    group, warps = query_heads // cache.heads, _warps(cache)
     return {
         "HEADS": cache.heads, "PER_BLOCK": cache.layers * cache.heads, "P": cache.page_size,
         "GROUP": group, "GROUP_PAD": max(16, triton.next_power_of_2(group)),
         "D": dim, "D_PAD": pad_of(dim), "DV": value_dim, "DV_PAD": pad_of(value_dim),
         "TILE": tile, "KIND": kind_of(cache.arena_k.dtype),
-        "INTERPRETED": INTERPRETED, "STAGES": STAGES,
-        "num_warps": _warps(cache.arena_k.itemsize, max(pad_of(dim), pad_of(value_dim))),
+        "INTERPRETED": INTERPRETED, "STAGES": STAGES, "num_warps": warps,
+        "maxnreg": None if warps == 4 else 255,  # the assembler would rather have more programs
     }  # fmt: skip
 
 

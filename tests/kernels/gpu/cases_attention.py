@@ -107,7 +107,8 @@ def decode_case(name: str, q: str, kv: str, dim: int, page: int, group: int) -> 
         "query": f"*{q}", "arena_k": read, "arena_v": read, **SCHEDULE, "out": f"*{q}",
         "lse": "*fp32", "part": "*fp32", "part_lse": "*fp32", **SCHEDULED,
     }  # fmt: skip
-    return case(name, _decode, types, constants, num_warps=constants.pop("num_warps"))
+    options = {each: constants.pop(each) for each in ("num_warps", "maxnreg")}
+    return case(name, _decode, types, constants, **options)
 
 
 def case(name: str, kernel, signature: dict, constants: dict, **options) -> tuple:
