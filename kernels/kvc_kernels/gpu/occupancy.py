@@ -28,12 +28,13 @@ class Processor:
 
     @classmethod
     def of(cls, device: torch.device) -> Processor:
-        """Of a GPU that is there; PyTorch does not know how many programs one holds at most."""
+        """Of a GPU that is there.
+
+        What PyTorch does not tell is what all have: so many registers, and room for 16 programs.
+        """
         found = torch.cuda.get_device_properties(device)
-        return cls(
-            found.shared_memory_per_multiprocessor, found.regs_per_multiprocessor,
-            found.max_threads_per_multi_processor // 32, 16,
-        )  # fmt: skip
+        warps = found.max_threads_per_multi_processor // 32
+        return cls(found.shared_memory_per_multiprocessor, 1 << 16, warps, 16)
 
     def resident(self, *, registers: int, shared: int, warps: int) -> int:
         """Programs it holds at once, each of so many `warps`.

@@ -224,9 +224,10 @@ class Schedule:
             cache.layers * (rows + 1),
             cache.layers * (programs + 1) * 2,
         )
-        return cls(
-            *(torch.empty(size, dtype=torch.int32, device=device) for size in sizes), programs, tile
+        heads, blocks, starts, cuts = (
+            torch.empty(size, dtype=torch.int32, device=device) for size in sizes
         )
+        return cls(heads, blocks, starts, cuts, programs, tile)
 
     def update(self, batch: Batch) -> None:
         """Make the schedule of `batch`, in all layers: `decode` of this batch goes by it.
