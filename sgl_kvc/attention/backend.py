@@ -68,9 +68,9 @@ class KvcAttentionBackend(AttentionBackend):
             return
         from kvc_kernels.gpu.decode import new_schedule
 
-        runner = self._model_runner
-        layer = next(x for x in runner.model.modules() if isinstance(x, RadixAttention))
-        self._schedule = new_schedule(self.cache, max_bs, layer.tp_q_head_num, runner.dtype)
+        model_runner = self._model_runner
+        layer = next(x for x in model_runner.model.modules() if isinstance(x, RadixAttention))
+        self._schedule = new_schedule(self.cache, max_bs, layer.tp_q_head_num, model_runner.dtype)
 
     def init_forward_metadata_out_graph(
         self, forward_batch: ForwardBatch, in_capture: bool = False
