@@ -35,7 +35,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, AutoTokenizer
 from bench.answers import Records, grade, line
 from bench.documents import numbers
 from sgl_kvc import profile
-from sgl_kvc.policy.base import ModelFacts
+from sgl_kvc.policy.facts import ModelFacts
 from sgl_kvc.policy.kvs import PromptKVs
 from sgl_kvc.policy.scores import PromptScores
 from sgl_kvc.policy.selection import Selection, select

@@ -6,7 +6,8 @@ import importlib.util
 
 import torch
 from kvc_kernels.gpu.compact import compact
-from kvc_kernels.gpu.decode import decode
+from kvc_kernels.gpu.decode import decode, new_schedule
+from kvc_kernels.gpu.schedule import schedule_of
 from kvc_kernels.gpu.score import window_attention
 from kvc_kernels.select import RankedPages
 
@@ -42,6 +43,9 @@ def run(records: Records, *, smoke: bool) -> None:
                         raise Skipped("it failed before")
                     found |= measure_flashinfer(size, count, length, dtype, device)
                 broken |= found["status"] == "error"
+        for requests in (1, 2) if smoke else (16, 128, 1024):
+            with records.attempt("schedule", requests=requests, layers=size.layers) as found:
+                found |= measure_schedule(size, requests, dtype, device)
         for rate in (2, 8):
             measure_compression(records, Case(size, dtype, device), rate)
 
@@ -76,14 +80,30 @@ def batch(
 def measure_decode(
     size: Size, rows: int, length: int, skewed: bool, dtype: torch.dtype, device: str
 ) -> dict:
-    """Our decode kernel; `bytes` are those of the keys and values it has to read."""
+    """Our decode kernel; `bytes` are those of the keys and values it has to read.
+
+    `programs` share a layer. The schedule is there: `measure_schedule` has what it takes.
+    """
     made = batch(size, rows, length, skewed, dtype, device)
     query = _query(size, len(made.batch.request), dtype, device)
     found = median_ms(lambda: decode(query, made.batch, 0, size.dim**-0.5), device)
     held = made.held.sum().item()
     found["longest"] = made.held.max().item()
+    schedule = schedule_of(made.batch)
+    found["programs"] = schedule.programs if schedule else 0
     found["bytes"] = 2 * held * size.dim * dtype.itemsize
     return found | {"gb_per_s": found["bytes"] / found["ms"] / 1e6}
+
+
+def measure_schedule(size: Size, requests: int, dtype: torch.dtype, device: str) -> dict:
+    """What a step takes before its first layer, for all layers; every request has a segment."""
+    made = build(
+        [1] * requests, [size.page] * requests, layers=size.layers, heads=size.heads,
+        page=size.page, dim=size.dim, dtype=dtype, device=device,
+    )  # fmt: skip
+    query_heads = size.heads * size.group
+    schedule = new_schedule(made.batch.cache, requests, query_heads, dtype)
+    return median_ms(lambda: schedule.update(made.batch), device)
 
 
 def measure_flashinfer(size: Size, rows: int, length: int, dtype: torch.dtype, device: str) -> dict:

@@ -9,7 +9,7 @@ import torch
 from kvc_kernels.decode import decode_torch
 from kvc_kernels.extend import extend_torch
 from kvc_kernels.gpu.compact import compact
-from kvc_kernels.gpu.decode import decode
+from kvc_kernels.gpu.decode import decode, new_schedule
 from kvc_kernels.gpu.extend import extend
 from kvc_kernels.gpu.score import window_attention
 from kvc_kernels.gpu.select import compete, kept_positions
@@ -88,7 +88,7 @@ def check_no_sync(case: Case) -> Pairs:
     equal = torch.full_like(given.pages, len(given.target))
 
     def everything() -> None:
-        decode(query, batch, 0, case.scale)
+        decode(query, dataclasses.replace(batch), 0, case.scale)  # and its schedule
         store(layer_k, given.arena_v[:, 0], slots, new, new)
         block_table(batch, 0, size.tokens)
         scores = window_attention(queries, layer_k, given.slots, case.scale)
@@ -108,24 +108,28 @@ def check_no_sync(case: Case) -> Pairs:
 
 
 def check_graph(case: Case) -> Pairs:
-    """A decode captured in a CUDA graph and replayed for other lengths gives what eager does."""
+    """A decode captured in a CUDA graph and replayed for other lengths gives what eager does.
+
+    As SGLang does it: the schedule is made before a replay, and nothing else is as it was then.
+    """
     needs_gpu(case)
     batch = case.batch().batch
     query = case.query(case.size.requests)
     lengths = torch.maximum(batch.seq_len - 37, batch.cache.spans.begin[:, 2])
     captured = dataclasses.replace(batch, seq_len=lengths)
-
-    def step() -> tuple[torch.Tensor, torch.Tensor]:
-        return decode(query, captured, 1, case.scale)
-
-    step()
+    schedule = new_schedule(batch.cache, case.size.requests, query.shape[1], query.dtype)
+    schedule.update(captured)
+    decode(query, captured, 1, case.scale)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out, lse = step()
+        out, lse = decode(query, captured, 1, case.scale)
+    expected = decode(query, batch, 1, case.scale)
     lengths.copy_(batch.seq_len)
+    schedule.update(captured)
+    for tensor in (lengths, batch.cache.req_to_token, *vars(batch.cache.spans).values()):
+        tensor.zero_()
     graph.replay()
-    expected = step()
     return {"out": (out, expected[0]), "lse": (lse, expected[1])}
 
 

@@ -87,6 +87,8 @@ def bandwidth(records: list[dict]) -> list[str]:
     """GB/s by shape, and the milliseconds of a compression."""
     copies = latest(records, "copy")
     lines = [f"Device copy: {copies[-1]['gb_per_s']:.0f} GB/s.", ""] if copies else []
+    for r in latest(records, "schedule", "requests"):
+        lines += [f"Schedule of a step of {r['requests']} requests: {1e3 * r['ms']:.0f} µs.", ""]
     dense = {(r["rows"], r["length"]): r for r in latest(records, "flashinfer", "rows", "length")}
     ours = {
         (r["rows"], r["length"], r["skewed"]): r

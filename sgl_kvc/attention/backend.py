@@ -19,6 +19,7 @@ from kvc_kernels.decode import decode
 from kvc_kernels.dispatch import use_triton
 from kvc_kernels.extend import extend
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+from sglang.srt.layers.radix_attention import RadixAttention
 
 from sgl_kvc.attention.facts import read_facts
 from sgl_kvc.attention.scoring import PromptScoring
@@ -26,7 +27,7 @@ from sgl_kvc.attention.support import check_layer
 from sgl_kvc.cache.request import Request
 
 if TYPE_CHECKING:
-    from sglang.srt.layers.radix_attention import RadixAttention
+    from kvc_kernels.gpu.schedule import Schedule
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
@@ -48,6 +49,8 @@ class KvcAttentionBackend(AttentionBackend):
         self.pool.facts = read_facts(model_runner)
         self._prepared: tuple[ForwardBatch, Batch] | None = None
         self._scoring: tuple[ForwardBatch, PromptScoring] | None = None
+        self._model_runner = model_runner
+        self._schedule: Schedule | None = None
         if self.pool.facts.head_profile is None:
             logger.info(
                 "the model has no head profile; `sgl-kvc profile` measures one, and the default "
@@ -61,7 +64,28 @@ class KvcAttentionBackend(AttentionBackend):
             self._reset_metric(forward_batch)  # the Triton kernel that stores KVs does it
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
-        """Nothing: kernels read the engine's own tensors."""
+        """Make the tensors that captured decode steps go by."""
+        if not use_triton(self.req_to_token):
+            return
+        from kvc_kernels.gpu.decode import new_schedule
+
+        model_runner = self._model_runner
+        layer = next(x for x in model_runner.model.modules() if isinstance(x, RadixAttention))
+        self._schedule = new_schedule(self.cache, max_bs, layer.tp_q_head_num, model_runner.dtype)
+
+    def init_forward_metadata_out_graph(
+        self, forward_batch: ForwardBatch, in_capture: bool = False
+    ) -> None:
+        """Before a decode step is captured, and before each replay: what all layers go by.
+
+        Not inside the graph: SGLang says that a step has read rows and spans before it replays the
+        graph (`DecodeCudaGraphRunner.execute`, ``war_fastpath_read_done_event``), and changes them
+        from then on. The step reads only the snapshot made here.
+        """
+        batch = self._new_batch(forward_batch)
+        self._prepared = (forward_batch, batch)
+        if self._schedule is not None:
+            self._schedule.update(batch)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Padding rows attend to one KV of SGLang's padding block."""

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from sgl_kvc import profile
-from sgl_kvc.policy.base import FactsError, ModelFacts
+from sgl_kvc.policy.facts import FactsError, ModelFacts
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.model_runner import ModelRunner

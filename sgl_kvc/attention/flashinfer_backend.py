@@ -125,14 +125,16 @@ class FlashInferAttentionBackend(KvcAttentionBackend):
         self, forward_batch: ForwardBatch, in_capture: bool = False
     ) -> None:
         """Before a decode step is captured, and before each replay."""
-        self._plan_decode(forward_batch, self._new_batch(forward_batch))
+        super().init_forward_metadata_out_graph(forward_batch, in_capture)
+        self._plan_decode(forward_batch, self._batch(forward_batch))
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Buffers for all batch sizes that will be captured, the largest's."""
-        super().init_cuda_graph_state(max_bs, max_num_tokens)
-        if self.kernels is not None:
-            self._by_batch, self._captured = {}, max_bs
-            self._buffers = self._new_buffers(max_bs)
+        if self.kernels is None:
+            super().init_cuda_graph_state(max_bs, max_num_tokens)
+            return
+        self._by_batch, self._captured = {}, max_bs
+        self._buffers = self._new_buffers(max_bs)
 
     def _new_buffers(self, requests: int) -> DecodeBuffers:
         assert self.kernels is not None

@@ -25,7 +25,7 @@ from sgl_kvc.cache.compaction import begin_reading, empty_segment, install
 from sgl_kvc.cache.held_scores import Carried, HeldScores
 from sgl_kvc.cache.repack import held_pages, repack
 from sgl_kvc.cache.request import Request, cannot_compress, missing_facts
-from sgl_kvc.policy.base import ModelFacts
+from sgl_kvc.policy.facts import ModelFacts
 from sgl_kvc.report import BoundedPrefill
 from sgl_kvc.spec import Extent
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from sgl_kvc.cache.held_scores import HeldScores
 from sgl_kvc.cache.segments import Namespace, StoredSegment
 from sgl_kvc.cache.states import StateCache
-from sgl_kvc.policy.base import ModelFacts
+from sgl_kvc.policy.facts import ModelFacts
 from sgl_kvc.policy.scores import PromptScores
 from sgl_kvc.pool.segment import Segment
 from sgl_kvc.report import BoundedPrefill, Report

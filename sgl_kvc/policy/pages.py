@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from kvc_kernels.select import RankedPages
 
-from sgl_kvc.policy.base import ModelFacts
+from sgl_kvc.policy.facts import ModelFacts
 
 
 @dataclasses.dataclass(frozen=True)

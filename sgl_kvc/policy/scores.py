@@ -11,7 +11,8 @@ import torch
 from kvc_kernels.score import window_scores
 from kvc_kernels.windows import WindowOptions
 
-from sgl_kvc.policy.base import LayerContext, ModelFacts, apportioner, scorer
+from sgl_kvc.policy.base import LayerContext, apportioner, scorer
+from sgl_kvc.policy.facts import ModelFacts
 from sgl_kvc.policy.kvs import PromptKVs
 from sgl_kvc.policy.selection import Selection, select
 from sgl_kvc.spec import CompressionSpec, Extent

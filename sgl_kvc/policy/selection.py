@@ -7,7 +7,8 @@ import dataclasses
 import torch
 from kvc_kernels.select import RankedPages, protect
 
-from sgl_kvc.policy.base import ModelFacts, apportioner, forced_recent, scorer
+from sgl_kvc.policy.base import apportioner, forced_recent, scorer
+from sgl_kvc.policy.facts import ModelFacts
 from sgl_kvc.policy.pages import PagesContext
 from sgl_kvc.spec import CompressionSpec
 

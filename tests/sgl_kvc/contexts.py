@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from kvc_kernels.select import RankedPages
 
-from sgl_kvc.policy.base import ModelFacts
+from sgl_kvc.policy.facts import ModelFacts
 from sgl_kvc.policy.pages import PagesContext
 
 

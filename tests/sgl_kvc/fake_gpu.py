@@ -23,7 +23,7 @@ from sgl_kvc.attention.backend import KvcAttentionBackend
 from sgl_kvc.cache.radix import CompressingRadixCache
 from sgl_kvc.cache.request import Request
 from sgl_kvc.platform.allocator import TorchPagedAllocator
-from sgl_kvc.policy.base import ModelFacts
+from sgl_kvc.policy.facts import ModelFacts
 from sgl_kvc.policy.kvs import PromptKVs
 from sgl_kvc.policy.scores import PromptScores
 from sgl_kvc.pool.arena import ArenaKVPool

@@ -6,7 +6,8 @@ import dataclasses
 
 import torch
 
-from sgl_kvc.policy.base import LayerContext, ModelFacts, scorer
+from sgl_kvc.policy.base import LayerContext, scorer
+from sgl_kvc.policy.facts import ModelFacts
 from sgl_kvc.policy.kvs import PromptKVs
 from sgl_kvc.spec import parse
 

@@ -14,7 +14,8 @@ from kvc_kernels.score import put_first
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from sgl_kvc.policy.apportioners.cake import observe
-from sgl_kvc.policy.base import LayerContext, ModelFacts, apportioner
+from sgl_kvc.policy.base import LayerContext, apportioner
+from sgl_kvc.policy.facts import ModelFacts
 from sgl_kvc.policy.kvs import PromptKVs
 from sgl_kvc.policy.pages import PagesContext
 from sgl_kvc.spec import CompressionSpec, Parameter, methods, parse

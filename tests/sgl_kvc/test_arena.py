@@ -6,7 +6,7 @@ import pytest
 import torch
 from sglang.srt.mem_cache.memory_pool import ReqToTokenPool
 
-from sgl_kvc.policy.base import ModelFacts
+from sgl_kvc.policy.facts import ModelFacts
 from sgl_kvc.pool.arena import ArenaKVPool
 
 BLOCKS, LAYERS, HEADS, PAGE, DIM, VALUE_DIM = 6, 3, 2, 4, 8, 16

@@ -12,7 +12,7 @@ from sglang.srt.server_args import ServerArgs, set_global_server_args_for_schedu
 from sgl_kvc.cache.bounded import tokens_at_most, tokens_to_come
 from sgl_kvc.cache.held_scores import HeldScores
 from sgl_kvc.cache.request import Request
-from sgl_kvc.policy.base import ModelFacts
+from sgl_kvc.policy.facts import ModelFacts
 from tests import tiny_models
 from tests.sgl_kvc.documents import end
 from tests.sgl_kvc.lives import PAGE

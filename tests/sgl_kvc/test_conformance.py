@@ -35,7 +35,8 @@ from kvc_recall import model_path, vocabulary
 from kvc_recall.tasks import sample
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from sgl_kvc.policy.base import LayerContext, ModelFacts, scorer
+from sgl_kvc.policy.base import LayerContext, scorer
+from sgl_kvc.policy.facts import ModelFacts
 from sgl_kvc.policy.kvs import PromptKVs
 from sgl_kvc.policy.selection import select
 from sgl_kvc.spec import parse

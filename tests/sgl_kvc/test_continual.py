@@ -10,7 +10,8 @@ import torch
 from sgl_kvc.cache import continual, repack
 from sgl_kvc.cache.repack import held_pages
 from sgl_kvc.cache.request import Request
-from sgl_kvc.policy.base import HeldContext, ModelFacts
+from sgl_kvc.policy.base import HeldContext
+from sgl_kvc.policy.facts import ModelFacts
 from tests.sgl_kvc.lives import HEADS, LAYERS, PAGE, World, kv, tokens_of
 from tests.sgl_kvc.test_cache import Lives, server_args  # noqa: F401
 from tests.sgl_kvc.test_request import run

@@ -27,7 +27,7 @@ from sgl_kvc.attention.facts import (
     _plain_weight,
     read_facts,
 )
-from sgl_kvc.policy.base import FactsError, ModelFacts
+from sgl_kvc.policy.facts import FactsError, ModelFacts
 from sgl_kvc.profile import FILE_NAME
 from sgl_kvc.spec.catalogue import FAMILIES, methods
 from tests import tiny_models

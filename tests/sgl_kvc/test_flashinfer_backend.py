@@ -124,6 +124,25 @@ def compress(backend, row: int) -> None:
     backend.spans.install(row, segment)
 
 
+def test_a_captured_step_reads_a_snapshot(runner):
+    """SGLang may change rows and spans as soon as the schedule was made, before the replay."""
+    backend = KvcAttentionBackend(runner)
+    compress(backend, 1)
+    lens = {1: (81, 1), 2: (32, 1)}
+    expected = answer(backend, ForwardMode.DECODE, lens)
+    backend.init_cuda_graph_state(4, 4)
+    given = batch(backend, ForwardMode.DECODE, lens)
+    backend.init_forward_metadata_out_graph(given, in_capture=True)
+    backend.req_to_token.zero_()
+    backend.spans.reset()
+    given.seq_lens.zero_()
+    torch.manual_seed(1)
+    widths = (HEADS * GROUP * DIM, HEADS * DIM, HEADS * DIM)
+    q, k, v = (torch.randn(2, width).to(backend.cache.arena_k) for width in widths)
+    layer = RadixAttention(HEADS * GROUP, DIM, DIM**-0.5, num_kv_heads=HEADS, layer_id=LAYER)
+    assert backend.forward_decode(q, k, v, layer, given).equal(expected)
+
+
 PREFILL = {"from nothing": {1: (0, 21), 2: (0, 1)}, "chunks": {2: (33, 9), 1: (16, 40)}}
 
 

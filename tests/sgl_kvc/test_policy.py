@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kvc_kernels.select import protect
 
-from sgl_kvc.policy.base import LayerContext, ModelFacts, apportioner, scorer
+from sgl_kvc.policy.base import LayerContext, apportioner, scorer
+from sgl_kvc.policy.facts import ModelFacts
 from sgl_kvc.policy.kvs import PromptKVs
 from sgl_kvc.policy.selection import select
 from sgl_kvc.spec import PRESETS, CompressionSpec, methods, parse

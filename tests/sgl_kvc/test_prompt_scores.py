@@ -7,7 +7,8 @@ import torch
 from kvc_kernels.score import causal_logits
 
 from sgl_kvc.policy import scores as scores_module
-from sgl_kvc.policy.base import LayerContext, Method, ModelFacts
+from sgl_kvc.policy.base import LayerContext, Method
+from sgl_kvc.policy.facts import ModelFacts
 from sgl_kvc.policy.kvs import PromptKVs
 from sgl_kvc.policy.scores import PromptScores
 from sgl_kvc.policy.selection import Selection

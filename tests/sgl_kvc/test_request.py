@@ -8,7 +8,7 @@ from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
 from sgl_kvc.cache.request import Request
-from sgl_kvc.policy.base import ModelFacts
+from sgl_kvc.policy.facts import ModelFacts
 from tests import tiny_models
 from tests.sgl_kvc.lives import HEADS, LAYERS, PAGE, World
 

@@ -7,7 +7,7 @@ import torch
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
 from sgl_kvc.cache.request import Request, missing_facts
-from sgl_kvc.policy.base import ModelFacts
+from sgl_kvc.policy.facts import ModelFacts
 from sgl_kvc.spec import OFF, parse
 from tests import tiny_models
 from tests.sgl_kvc.lives import World

@@ -7,7 +7,8 @@ import torch
 from kvc_kernels.select import protect
 
 from sgl_kvc.policy import selection
-from sgl_kvc.policy.base import Method, ModelFacts, forced_recent
+from sgl_kvc.policy.base import Method, forced_recent
+from sgl_kvc.policy.facts import ModelFacts
 from sgl_kvc.policy.pages import PagesContext
 from sgl_kvc.policy.selection import select
 from sgl_kvc.spec import parse

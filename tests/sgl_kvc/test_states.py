@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from sgl_kvc.cache.states import StateCache, state_bytes
-from sgl_kvc.policy.base import LayerContext, ModelFacts, scorer
+from sgl_kvc.policy.base import LayerContext, scorer
+from sgl_kvc.policy.facts import ModelFacts
 from sgl_kvc.policy.kvs import PromptKVs
 from sgl_kvc.spec import methods, parse
 

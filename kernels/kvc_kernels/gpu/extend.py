@@ -29,7 +29,7 @@ def _extend(
     at_row = tl.program_id(0) * ROWS
     if at_row < new * GROUP:
         row = tl.load(request + batch).to(tl.int64)
-        spans = head_spans(begin, first, count, stride, row, layer * HEADS + head, PER_BLOCK)
+        spans = head_spans(begin, first, count, stride, row, layer * HEADS + head, PER_BLOCK, P)
         held = held_kvs(spans, tl.load(seq_len + batch), P)
         line = at_row + tl.arange(0, ROWS)
         mine = line < new * GROUP

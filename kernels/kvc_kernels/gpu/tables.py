@@ -27,7 +27,7 @@ def _block_table(
     """One program a row and BLOCK entries of it; programs behind the row's end do nothing."""
     owner, low = tl.program_id(0), tl.program_id(1) * BLOCK
     row = tl.load(request + owner // H).to(tl.int64)
-    spans = head_spans(begin, first, count, stride, row, layer * H + owner % H, PER_BLOCK)
+    spans = head_spans(begin, first, count, stride, row, layer * H + owner % H, PER_BLOCK, P)
     held = held_kvs(spans, tl.load(seq_len + owner // H), P)
     tl.device_assert(held <= max_pages * P, "max_pages is not an upper bound")  # TRITON_DEBUG=1
     # A row whose request has just gone may be half cleared: whatever it says, nobody reads

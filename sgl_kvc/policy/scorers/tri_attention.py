@@ -7,7 +7,8 @@ import dataclasses
 import torch
 from kvc_kernels.rotary import angles, rotate
 
-from sgl_kvc.policy.base import HeldContext, LayerContext, ModelFacts
+from sgl_kvc.policy.base import HeldContext, LayerContext
+from sgl_kvc.policy.facts import ModelFacts
 
 SOURCE = "TriAttention, arXiv 2604.04921: trigonometric series of the distance plus norms"
 NEEDS = ("cos_sin",)

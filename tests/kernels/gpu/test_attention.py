@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kvc_kernels.batch import head_kvs_reference
+from kvc_kernels.batch import Batch, head_kvs_reference
 from kvc_kernels.decode import decode_reference
-from kvc_kernels.gpu.decode import decode
+from kvc_kernels.gpu.decode import decode, new_schedule
 from kvc_kernels.gpu.extend import extend
 
 from tests.kernels.batches import HEADS, LAYERS, RAGGED, TOLERANCE, Drawn, Row, build
@@ -14,12 +14,23 @@ from tests.kernels.test_attention import NEW, plain_decode
 from tests.kernels.test_attention import check_extend as check_one_layer
 
 
-def check_decode(drawn: Drawn, group: int, dtype: torch.dtype, device: str, splits: int):
+def scheduled(drawn: Drawn, query: torch.Tensor, device: str, programs: int) -> Batch:
+    """The batch on the device; so many programs share its work, in tiles of two pages or so."""
+    batch, (requests, query_heads, _) = drawn.on(device), query.shape
+    made = new_schedule(batch.cache, requests, query_heads, query.dtype, programs=programs, tile=16)
+    for tensor in (made.heads, made.blocks, made.starts, made.cuts):
+        tensor.fill_(1 << 30)  # what is read without having been written does harm
+    made.update(batch)
+    return batch
+
+
+def check_decode(drawn: Drawn, group: int, dtype: torch.dtype, device: str, programs: int):
     dim = drawn.cache.arena_k.shape[-1]
     torch.manual_seed(1)
     query = torch.randn(len(drawn.keys), HEADS * group, dim).to(dtype)
+    batch = scheduled(drawn, query, device, programs)
     for layer in range(LAYERS):
-        out, lse = decode(query.to(device), drawn.on(device), layer, dim**-0.5, splits=splits)
+        out, lse = decode(query.to(device), batch, layer, dim**-0.5)
         expected, expected_lse = decode_reference(query, drawn.batch, layer, dim**-0.5)
         assert out.dtype == dtype
         limits = {"atol": TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}
@@ -28,10 +39,10 @@ def check_decode(drawn: Drawn, group: int, dtype: torch.dtype, device: str, spli
 
 
 @pytest.mark.parametrize("case", RAGGED)
-@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("programs", [1, 3])
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_decode(case, splits, dtype, device):
-    check_decode(build(RAGGED[case], dtype=dtype), 4, dtype, device, splits)
+def test_decode(case, programs, dtype, device):
+    check_decode(build(RAGGED[case], dtype=dtype), 4, dtype, device, programs)
 
 
 @pytest.mark.parametrize("group", [1, 2, 5, 16])
@@ -57,14 +68,14 @@ def test_decode_at_the_edges_of_a_page(tail, device):
 def test_decode_of_a_cache_in_eight_bits(dtype, device):
     drawn = build(RAGGED["all spans"], dtype=torch.float16).to(dtype)
     query = torch.randn(len(drawn.keys), HEADS * 2, 16).half()
-    out, _ = decode(query.to(device), drawn.on(device), 1, 0.25, splits=2)
+    out, _ = decode(query.to(device), scheduled(drawn, query, device, 2), 1, 0.25)
     expected = plain_decode(query, drawn, 1, 0.25)
     torch.testing.assert_close(out.cpu().float(), expected, atol=2e-3, rtol=2e-3)
 
 
 @pytest.mark.parametrize("case", ["mixed", "all spans", "a shared document"])
-@pytest.mark.parametrize("splits", [1, 2])
-def test_the_metric_of_tracked_requests(case, splits, device):
+@pytest.mark.parametrize("programs", [1, 5])
+def test_the_metric_of_tracked_requests(case, programs, device):
     """Nothing is added to KVs of shared spans, or to those of other requests."""
     drawn = build(RAGGED[case])
     query = torch.randn(len(drawn.keys), HEADS * 2, 16)
@@ -73,10 +84,8 @@ def test_the_metric_of_tracked_requests(case, splits, device):
     metric = torch.rand(drawn.cache.arena_k.shape[:-1])
     expected, got = metric.clone(), metric.to(device)
     decode_reference(query, drawn.batch, 1, 0.25, metric=expected, tracked=tracked)
-    decode(
-        query.to(device), drawn.on(device), 1, 0.25, splits=splits, metric=got,
-        tracked=tracked.to(device),
-    )  # fmt: skip
+    batch = scheduled(drawn, query, device, programs)
+    decode(query.to(device), batch, 1, 0.25, metric=got, tracked=tracked.to(device))
     torch.testing.assert_close(got.cpu(), expected, atol=1e-5, rtol=1e-5)
     assert not torch.equal(expected, metric)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 import torch
 from kvc_kernels.gpu.compact import compact, move
@@ -28,7 +30,8 @@ def test_launchers(device):
     layer_k, layer_v = cache.arena_k[:, 0], cache.arena_v[:, 0]
 
     def launch() -> None:
-        decode(query, batch, 0, 1.0, metric=metric, tracked=tracked)
+        scheduled_anew = dataclasses.replace(batch)
+        decode(query, scheduled_anew, 0, 1.0, metric=metric, tracked=tracked)
         extend(query[:3], batch, 0, 1.0)
         block_table(batch, 0, 64)
         store(layer_k, layer_v, slots, *torch.zeros(2, len(slots), HEADS, 16, device=device))
