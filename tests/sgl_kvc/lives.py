@@ -138,7 +138,9 @@ class World:
             for layer in range(LAYERS) if scores is not None else ():
                 queries = torch.randn(end - begin, HEADS * GROUP, DIM)
                 keys, values = self.pool.read(layer, row[:end])
-                scores.observe(layer, queries, PromptKVs.of(keys / 8191, values), 1.0)
+                seen = scores.look(layer, queries, PromptKVs.of(keys / 8191, values), 1.0)
+                if seen is not None:
+                    scores.score(seen)
             if self.pool.spans.tracks_attention(req.req_pool_idx):
                 self.pool.reset_metric(slots)
         return True

@@ -59,7 +59,7 @@ def test_scores_fade_further_in_heads_that_retrieve():
 
     def alone(head: int) -> torch.Tensor:
         """As a chat's next turn scores it: `HeldScores`."""
-        spec = parse({"rate": 4, "scorer": "attention-window"} | knob)
+        spec = parse({"rate": 4, "scorer": "attention-window", "apportioner": "uniform"} | knob)
         context = LayerContext(
             layer=1, layers=2, queries=p.queries[-8:, head : head + 1],
             kvs=PromptKVs.of(p.keys[:, head : head + 1], p.values[:, head : head + 1]),

@@ -180,17 +180,17 @@ def test_every_head_is_scored_over_what_it_holds(checked_lives):
     req = world.request([*said, *range(9)], KNOB)
     done = world.admit(req)
     seen = {}
-    observe = HeldScores.observe
+    look = HeldScores.look
 
-    def watch(self, layer, queries, end, read, scale, lse=None):
+    def watch(self, layer, queries, kvs, scale, lse=None):
         seen[layer] = queries[-2:]
-        observe(self, layer, queries, end, read, scale, lse)
+        return look(self, layer, queries, kvs, scale, lse)
 
-    HeldScores.observe = watch
+    HeldScores.look = watch
     try:
         assert world.prefill(req, done, len(said) + 9)
     finally:
-        HeldScores.observe = observe
+        HeldScores.look = look
     request = Request.of(req)
     world.live.append(req)
     positions = checked_lives.positions(req)

@@ -294,5 +294,6 @@ def decode(
         COST=ROW_COST, LEAST=LEAST, AT_ONCE=16, num_warps=1,
     )  # fmt: skip
     if metric is not None:
+        assert tracked is not None
         accumulate(query, batch, layer, scale, lse, metric, tracked, schedule)
     return out, lse
