@@ -27,7 +27,7 @@ def usage(gateway: Gateway, first: int, rate: float) -> float:
     """What is told to be in use at last, while four prompts that share nothing are answered."""
     body = {
         "text": [" ".join(WORDS[begin:]) for begin in range(first, first + 4)],
-        "sampling_params": {"max_new_tokens": 160, "ignore_eos": True},
+        "sampling_params": {"max_new_tokens": 320, "ignore_eos": True},
         "kv_compression": {"rate": rate},
     }
 
@@ -55,4 +55,4 @@ def test_every_metric_that_a_picker_asks_for_is_there(gateway: Gateway) -> None:
 def test_what_compression_gave_back_counts_as_free(gateway: Gateway) -> None:
     whole, compressed = usage(gateway, 0, 1), usage(gateway, 4, 8)
     assert whole > 0.15
-    assert 0 < compressed < whole / 3
+    assert 0 < compressed < whole / 2
