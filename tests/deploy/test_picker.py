@@ -18,7 +18,7 @@ WORDS = ["the", "old", "river", "waits", "near", "the", "quiet", "village", "."]
 
 def metrics(worker: str) -> dict[str, float]:
     """What a worker tells without a key, by name."""
-    text = httpx.get(f"{worker}/metrics/", headers={"Accept": "text/plain"}, timeout=30).text
+    text = httpx.get(f"{worker}/metrics/", headers={"Accept": "text/plain"}, timeout=120).text
     found = re.findall(r"^([\w:]+)(?:\{.*\})? ([\d.e+-]+)$", text, re.M)
     return {name: float(value) for name, value in found}
 
@@ -32,7 +32,7 @@ def usage(gateway: Gateway, first: int, rate: float) -> float:
     }
 
     def ask() -> None:
-        answer = httpx.post(f"{gateway.url}/generate", json=body, timeout=120)
+        answer = httpx.post(f"{gateway.url}/generate", json=body, timeout=300)
         assert answer.status_code == 200, answer.text
 
     asking, told = threading.Thread(target=ask), [0.0]
