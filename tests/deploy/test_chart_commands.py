@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import json
 
 import httpx
@@ -103,6 +104,8 @@ def test_a_gateway_answers_its_probes() -> None:
 
     async def scenario(worker: StubWorker, client: httpx.AsyncClient) -> None:
         for path in asked:
+            while (await client.get(path)).status_code == 503:  # the worker was not asked yet
+                await asyncio.sleep(0.01)
             assert (await client.get(path)).status_code == 200
         (nobody,) = {(await client.get(f"{path}nonsense")).status_code for path in asked}
         assert nobody == 404

@@ -27,10 +27,13 @@ from kvc_server.cluster import ROUTERS
 
 from tests.deploy.charts import needs_helm, paths
 
-pytestmark = pytest.mark.skipif(
-    not any(importlib.util.find_spec(name) for name in ROUTERS),
-    reason="SGLang's router is not installed: pip install smg",
-)
+pytestmark = [
+    pytest.mark.skipif(
+        not any(importlib.util.find_spec(name) for name in ROUTERS),
+        reason="SGLang's router is not installed: pip install smg",
+    ),
+    pytest.mark.timeout(1800),  # four workers are started, one core each or less
+]
 CLIENTS = 16
 LEAST = 200
 VOCABULARY = ("the", "old", "river", "waits", "near", "quiet", "village", ".")
@@ -129,7 +132,7 @@ async def operate(cluster: launch.Server, story: Story, stack: contextlib.AsyncE
     """Kill a worker, and drain and replace another one."""
     router, workers = parts(cluster)
     assert len(workers) == 3
-    async with httpx.AsyncClient(timeout=30, trust_env=False) as client:
+    async with httpx.AsyncClient(timeout=120, trust_env=False) as client:
         await until(lambda: answered(story, 20))
         killed = await busiest(client, workers)
         story.killed_at = time.monotonic()
@@ -171,7 +174,7 @@ def url_of(process: psutil.Process) -> str:
     return f"http://127.0.0.1:{words[words.index('--port') + 1]}"
 
 
-async def until(condition: Callable[[], Awaitable[bool]], within_s: float = 240) -> None:
+async def until(condition: Callable[[], Awaitable[bool]], within_s: float = 600) -> None:
     with anyio.fail_after(within_s):
         while not await condition():
             await asyncio.sleep(0.2)

@@ -127,10 +127,10 @@ def load(front: Gateway) -> None:
         chat(stream=True, kv_compression={"rate": 4}),
         chat("hello ?", kv_compression={"rate": 8}),
     ):
-        assert httpx.post(url, json=body, headers=headers, timeout=60).status_code == 200
+        assert httpx.post(url, json=body, headers=headers, timeout=240).status_code == 200
 
 
-def wait(condition: Callable[[], bool], front: Gateway, within_s: float = 60) -> None:
+def wait(condition: Callable[[], bool], front: Gateway, within_s: float = 240) -> None:
     deadline = time.monotonic() + within_s
     while True:
         try:
