@@ -1,4 +1,4 @@
-"""The page at ``/``: three files of this package, which ask for nothing but our own API."""
+"""The page at ``/``: files of this package, which ask for nothing but our own API."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ from typing import Any
 from fastapi import FastAPI
 from starlette.responses import Response
 
+_FOLDER = files("kvc_server") / "static"
+_TYPES = {"html": "text/html", "js": "text/javascript", "css": "text/css"}
+#: Of every path, the file and its media type.
 FILES = {
-    "/": ("page.html", "text/html"),
-    "/page.js": ("page.js", "text/javascript"),
-    "/page.css": ("page.css", "text/css"),
+    "/" if name == "page.html" else f"/page/{name}": (name, _TYPES[name.rpartition(".")[2]])
+    for name in sorted(each.name for each in _FOLDER.iterdir())
 }
 _HEADERS = {
     "Content-Security-Policy": (
@@ -27,9 +29,8 @@ _HEADERS = {
 
 def add_page(app: FastAPI) -> None:
     """Serve the page. It holds nothing of anybody's; what it shows it asks for with a key."""
-    folder = files("kvc_server") / "static"
     for path, (name, media_type) in FILES.items():
-        content = (folder / name).read_bytes()
+        content = (_FOLDER / name).read_bytes()
         app.add_api_route(path, _answer(content, media_type), methods=["GET", "HEAD"])
 
 

@@ -55,3 +55,8 @@ def live(page: Any) -> None:
     """Open *Live* and wait for the first numbers."""
     page.click("#tab-live")
     page.wait_for_selector("#numbers dd")
+
+
+def looked(page: Any, name: str) -> Any:
+    """What the view of what was kept remembers by `name`."""
+    return page.evaluate("""async name => (await import("./page/kept.js")).looked[name]""", name)

@@ -14,7 +14,7 @@ from kvc_server.page import FILES
 from sgl_kvc.spec import WORKER_KEYS
 from tests.gateways import Gateway, serve
 from tests.page import browser
-from tests.page.browser import NARROW, WIDE, compare, live, look
+from tests.page.browser import NARROW, WIDE, compare, live, look, looked
 from tests.server.tenants import Keys
 from tests.sgl_kvc.test_explain import kept_positions
 
@@ -86,11 +86,11 @@ def test_the_first_click_compares(opened: Any) -> None:
 def test_what_was_kept_is_drawn_from_the_report(opened: Any) -> None:
     look(opened)
     assert CODE in opened.inner_text("#kept-status")
-    explain = opened.evaluate("looked.explain")
+    explain = looked(opened, "explain")
     cells = opened.query_selector_all("#map [role=gridcell]")
     assert len(cells) == explain["layers"] * explain["heads"] == len(explain["kept"])
     tokens = opened.query_selector_all("#tokens span")
-    assert len(tokens) == opened.evaluate("looked.tokens.length") > explain["end"]
+    assert len(tokens) == len(looked(opened, "tokens")) > explain["end"]
     outside = [*range(explain["begin"]), *range(explain["end"], len(tokens))]
     positions = kept_positions(explain)
     for head in (0, len(cells) - 1):
@@ -106,7 +106,7 @@ def test_what_was_kept_is_drawn_from_the_report(opened: Any) -> None:
         "[...document.querySelectorAll('#tokens span')].map(e => +e.dataset.told.split(' ')[2])"
     )
     assert sum(counts) == sum(explain["kept"]) + len(outside) * len(cells)
-    words = opened.evaluate("looked.tokens.map(text => text.trim())")
+    words = [text.strip() for text in looked(opened, "tokens")]
     code = words.index("tango")
     assert sum(counts[code : code + 3]) / 3 > sum(counts) / len(counts), "the answer is kept more"
 
@@ -137,10 +137,8 @@ def test_it_works_from_the_keyboard(opened: Any) -> None:
     opened.focus("#map [role=gridcell]")
     opened.keyboard.press("ArrowDown")
     opened.keyboard.press("Enter")
-    assert opened.evaluate("looked.head") == opened.evaluate("looked.explain.heads")
-    assert opened.evaluate("document.activeElement.dataset.head") == str(
-        opened.evaluate("looked.head")
-    )
+    assert looked(opened, "head") == looked(opened, "explain")["heads"]
+    assert opened.evaluate("document.activeElement.dataset.head") == str(looked(opened, "head"))
     opened.focus("#tab-kept")
     opened.keyboard.press("Home")
     assert opened.is_visible("#compare")
@@ -178,9 +176,7 @@ def guarded(gateway: Gateway, tmp_path: Path) -> Iterator[tuple[Gateway, Keys]]:
 
 
 @needs_browser
-def test_where_there_are_keys_it_asks_for_one(
-    chromium: Any, guarded: tuple[Gateway, Keys]
-) -> None:
+def test_where_there_are_keys_it_asks_for_one(chromium: Any, guarded: tuple[Gateway, Keys]) -> None:
     gateway, keys = guarded
     page = chromium.new_page()
     page.goto(gateway.url)
@@ -219,7 +215,8 @@ def test_dark_is_dark(opened: Any) -> None:
 def test_eight_thousand_tokens_of_a_large_model_are_drawn_at_once(opened: Any) -> None:
     """32 layers with 8 heads; a click has to be answered within a second."""
     took = opened.evaluate(
-        """() => {
+        """async () => {
+          const { looked, drawMap, drawTokens } = await import("./page/kept.js");
           const [layers, heads, end] = [32, 8, 8192];
           Object.assign(looked, {
             explain: { layers, heads, begin: 0, end, kept: Array(256).fill(1024) },
