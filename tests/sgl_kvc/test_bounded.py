@@ -23,7 +23,7 @@ from tests.sgl_kvc.test_request import blocks_held
 BUDGET, BLOCK = 3, 4
 SIZES = {"budget": BUDGET * PAGE, "prefill_block": BLOCK * PAGE, "min_tokens": 0, "sinks": 1,
          "recent": 2}  # fmt: skip
-KNOB = SIZES | {"policy": "virtual-repeat", "part": 16}
+KNOB = SIZES | {"policy": "virtual-repeat", "part": 16, "window": 3}
 PROMPT = [100 + i for i in range(36 * PAGE - 30)]
 
 
@@ -87,7 +87,7 @@ def report(req) -> dict:
 
 @pytest.mark.parametrize(
     "policy",
-    [{"policy": "virtual-repeat", "part": 16}, {"policy": "kv-compress", "window": 3},
+    [{"policy": "virtual-repeat", "part": 16, "window": 3}, {"policy": "kv-compress", "window": 3},
      {"policy": "h2o"}, {"policy": "streaming-llm"}],
 )  # fmt: skip
 def test_a_prompt_three_times_the_pool_holds_its_bound(small_lives, policy):
