@@ -107,7 +107,8 @@ def main() -> None:
                         found = measure(servers[arm], worker, load, args.requests, number + 1)
                         rounds.setdefault(load, {}).setdefault(arm, []).append(found)
                         print(load, arm, found, flush=True)
-    report = {"command": "python -m bench.admission", "machine": describe(), "rounds": rounds}
+    command = f"python -m bench.admission --rounds {args.rounds} --requests {args.requests}"
+    report = {"command": command, "machine": describe(), "rounds": rounds}
     for load, arms in rounds.items():
         for name in ("seconds", "ttft_ms"):
             ratios = [b[name] / a[name] for a, b in zip(arms["off"], arms["on"], strict=True)]

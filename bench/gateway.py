@@ -221,7 +221,8 @@ def main() -> None:
     args = parser.parse_args()
     rounds = asyncio.run(measure(args.streams, args.chunks, args.interval, args.rounds))
     load = {name: getattr(args, name) for name in ("streams", "chunks", "interval")}
-    report = {"command": "python -m bench.gateway", "machine": describe(), **load, "rounds": rounds}
+    command = f"python -m bench.gateway --rounds {args.rounds}"
+    report = {"command": command, "machine": describe(), **load, "rounds": rounds}
     for found in rounds:
         print(found)
     added = [found["added_ms"] for found in rounds]

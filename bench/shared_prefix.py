@@ -138,7 +138,7 @@ def main() -> None:
                 print(name, rounds[name][-1], flush=True)
     first = rounds[args.knobs[0]]
     report = {
-        "command": "python -m bench.shared_prefix",
+        "command": f"python -m bench.shared_prefix --rounds {args.rounds}",
         "machine": describe(),
         "rounds": rounds,
         f"time to first token over {args.knobs[0]}": {

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-    from transformers import PreTrainedTokenizerFast
 
 PAD, BOS, EOS, UNK, ANSWER = "<pad>", "<bos>", "<eos>", "<unk>", "<answer>"
 SPECIALS = [PAD, BOS, EOS, UNK, ANSWER]
@@ -151,21 +150,12 @@ SPECIAL_TOKENS = {
 }  # fmt: skip
 
 
-def build_tokenizer() -> PreTrainedTokenizerFast:
+def _core() -> Tokenizer:
     """The tokenizer of this vocabulary.
 
     Lower-cases, splits at white space and punctuation, maps other words to `<unk>`, and joins
     words with single spaces when decoding. `<bos>` is put first unless special tokens are off.
     """
-    from transformers import PreTrainedTokenizerFast
-
-    return PreTrainedTokenizerFast(
-        tokenizer_object=_core(), chat_template=CHAT_TEMPLATE, padding_side="left",
-        model_max_length=MAX_POSITIONS, clean_up_tokenization_spaces=False, **SPECIAL_TOKENS,
-    )  # fmt: skip
-
-
-def _core() -> Tokenizer:
     from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers, processors
 
     core = Tokenizer(models.WordLevel(INDEX, unk_token=UNK))

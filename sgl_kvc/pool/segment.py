@@ -23,7 +23,6 @@ class Segment:
         the heads, so they sum to ``n * L * H``.
     page_size : KVs of a page.
     spec : the knob that shaped it.
-    reader : who may read it; None is the request that made it and nobody else.
     bitmap : which positions every head kept (`Selection.bitmap`); None unless a knob asked for it.
     """
 
@@ -33,7 +32,6 @@ class Segment:
     pages: torch.Tensor
     page_size: int
     spec: CompressionSpec
-    reader: str | None = None
     bitmap: HostCopy | None = None
 
     @property

@@ -11,7 +11,7 @@ it, because the gateway asks too and must not import torch. A method's file says
         "pooling": {"default": "max", "choices": ["max", "mean"]},
         "values": {"default": False, "choices": [False, True]},
     }
-    NEEDS = ("head_profile",)            # of policy/base.py's ModelFacts
+    NEEDS = ("head_profile",)            # of policy/facts.py's ModelFacts
     CONTINUAL = "attention"              # compression can go on in decode (docs/design.md)
 
 For a scorer CONTINUAL is how its scores go on in decode: "attention", what decode's queries pay is
@@ -78,7 +78,7 @@ class Method:
     ----------
     all_queries : whether it looks at every query of the prompt, not at the last ones alone.
         Then no part of the prompt may come from the prefix cache.
-    needs : the `base.ModelFacts` it cannot do without.
+    needs : the `facts.ModelFacts` it cannot do without.
     blockwise : whether it can choose of a prompt that is compressed while it comes in.
     continual : whether its choice can be repeated in decode; of a scorer how, "attention",
         "position" or "rescored"; empty or False if not.

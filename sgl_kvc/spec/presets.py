@@ -136,8 +136,8 @@ PRESETS: dict[str, Preset] = {
     ),
     "virtual-repeat-echo": Preset(
         "virtual-repeat", "global", "after KVzip, arXiv 2505.23416",
-        "virtual-repeat that also asks the prompt's last 64 tokens again: for a question inside "
-        f"the prompt that is about much of it, or asks for a copy. {_ASKED}.",
+        "virtual-repeat-copy that also asks the prompt's last 64 tokens again: for a question "
+        f"inside the prompt that is about much of it, or asks for a copy. {_ASKED}.",
         {"window": 64, "leverage": 1.0, "echo": 3.0, "repeat_power": 1.0}, recent=32,
     ),
     "expected-attention": Preset(

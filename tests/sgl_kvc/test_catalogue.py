@@ -89,8 +89,9 @@ def test_a_scorer(written):
 def test_a_file_that_says_nothing(written, family, function):
     method = written(f"def {function}(context): ...\n", family)
     assert method == catalogue.Method(
-        family, "by-sight", "", "", {}, all_queries=False, needs=(), continual=False
-    )
+        family, "by-sight", "", "", {},
+        all_queries=False, needs=(), continual=False, blockwise=False,
+    )  # fmt: skip
 
 
 def test_an_apportioner(written):

@@ -6,7 +6,7 @@ import torch
 
 from sgl_kvc.policy.pages import PagesContext
 
-#: Below the scores of protected positions (`sgl_kvc.policy.selection.protect`), above all others.
+#: Below the scores of protected positions (`kvc_kernels.select.protect`), above all others.
 LIFTED = 1e29
 
 #: What a weight of zero counts, against the largest: first all others get their maximum.
