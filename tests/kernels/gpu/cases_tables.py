@@ -9,7 +9,7 @@ from kvc_kernels.gpu.tables import _BLOCK, _block_table
 from tests.kernels.gpu.cases_attention import TABLES, case
 
 WRITTEN = {"table": "*i32", "length": "*i32"}
-NUMBERS = {"layer": "i32", "context": "i32", "max_pages": "i32"}
+NUMBERS = {"layer": "i32", "context": "i32", "max_pages": "i32", "least": "i32"}
 
 
 def cases(architecture: int) -> Iterator[tuple]:
