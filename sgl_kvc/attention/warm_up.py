@@ -119,7 +119,7 @@ def _attend(pool: ArenaKVPool, query_heads: int, dtype: torch.dtype, scale: floa
     """Prefill and decode of row 0, which pads batches; with what decode pays each key, too."""
     cache, device = pool.cache, pool.arena_k.device
     metric = torch.zeros(1, pool.layer_num, pool.head_num, pool.page_size, device=device)
-    tracked = torch.zeros(len(cache.req_to_token), dtype=torch.int32, device=device)
+    tracked = torch.zeros(len(pool.cache.req_to_token), dtype=torch.int32, device=device)
     for requests in (1, 2):
         rows = torch.zeros(requests, dtype=torch.int64, device=device)
         start = torch.arange(requests + 1, device=device)

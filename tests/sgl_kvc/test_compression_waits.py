@@ -38,7 +38,7 @@ def lives(monkeypatch) -> Lives:
         {"recompress_every": 8},
         {"recompress_every": 8, "policy": "snapkv"},
         {"prefill_block": 8, "window": 4},
-        {"prefill_block": 16, "policy": "virtual-repeat", "part": 16},
+        {"prefill_block": 16, "policy": "virtual-repeat", "part": 16, "window": 4},
     ],
     ids=lambda more: " ".join(map(str, more.values())) or "kv-compress",
 )

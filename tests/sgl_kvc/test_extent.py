@@ -158,7 +158,7 @@ def test_an_error_keeps_its_problem():
 )  # fmt: skip
 def test_a_bounded_prefill_stops_before_it_holds_more(size, prompt, page, block, prefix, question):
     knob = {"prefill_block": block, "prefix_tokens": prefix, "question_tokens": question}
-    extent = Extent.of(parse(size | knob), prompt, page)
+    extent = Extent.of(parse(size | knob | {"window": 1}), prompt, page)
     if not extent.compressed:
         assert extent.prefill_block == 0
         return
