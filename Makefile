@@ -11,7 +11,7 @@ CYCLONEDX := 7.5.0
 # What images are built on; a folder with a Debian will do where there is no registry.
 BASE ?= docker.io/library/python:3.11-slim-bookworm
 
-.PHONY: install serve lm cluster demo test lint mutants bench quality eval eval-lm recall lock
+.PHONY: install serve lm cluster demo test soak lint mutants bench quality eval eval-lm recall lock
 .PHONY: release-check sbom images deploy-tools clean
 
 install: $(READY)  ## set-up only
@@ -37,6 +37,9 @@ demo: install  ## one question at rates 1 to 32, in a table
 
 test: install  ## everything
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder
+
+soak: install  ## 2,000 mixed requests on the engine, every block accounted for
+	KVC_SOAK=2000 OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -rP tests/engine/test_stress.py
 
 lint: install
 	$(BIN)/ruff check .

@@ -117,11 +117,8 @@ def install(cache: PrefixCache, req: Req, segment: Segment) -> None:
     assert extent is not None
     with cache.behind_forward():
         cache.point_row(req, segment)
-        power = continual.tracked_power(request.spec)
-        if request.goes_on and power:
-            behind = cache.row_slots(req)[extent.scored : req.kv_committed_len]
-            cache.pool.reset_metric(behind.long())
-            cache.pool.spans.track(req.req_pool_idx, power)
+    if request.spec.recompress_every and request.goes_on:
+        continual.count_attention(cache, req)
     cache.hold_only(req, segment.begin)
     req.cache_protected_len = segment.row_begin
     if request.goes_on and request.spec.continual == "rescored" and request.scores is not None:

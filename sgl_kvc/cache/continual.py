@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from sgl_kvc.cache.base import PrefixCache
-from sgl_kvc.cache.repack import held_pages, holds_page, owners, repack
+from sgl_kvc.cache.repack import held_pages, holds_page, repack
 from sgl_kvc.cache.request import Request
 from sgl_kvc.policy.base import HeldContext, scorer
 from sgl_kvc.policy.scores import PromptScores
@@ -48,15 +48,30 @@ def start_metric(
     """
     assert isinstance(request.scores, PromptScores)
     assert request.extent is not None
-    scores, page, extent = request.scores.scores(), pool.page_size, request.extent
+    page, extent = pool.page_size, request.extent
+    kept, behind = request.scores.scores_of(selection)
     if request.spec.continual == "rescored":
-        scores = torch.zeros_like(scores)
-    layers, heads, _ = scores.shape
-    head = owners(selection, page)
-    kept = scores.flatten(0, 1)[head, selection.positions]
-    pool.metric[segment.slots[::page] // page] = kept.view(-1, layers, heads, page)
+        kept, behind = torch.zeros_like(kept), torch.zeros_like(behind)
+    blocks = segment.slots[::page] // page
+    pool.metric[blocks] = kept.view(-1, pool.layer_num, pool.head_num, page)
     tail = row_slots[extent.end : extent.scored].long()
-    pool.metric[tail // page, :, :, tail % page] = scores[..., extent.end :].permute(2, 0, 1)
+    pool.metric[tail // page, :, :, tail % page] = behind.permute(2, 0, 1)
+
+
+def count_attention(cache: PrefixCache, req: Req) -> None:
+    """Have decode add what queries pay from now on to the metric of what `req` holds.
+
+    The metric of what was decoded before begins at zero. Nothing is counted where the policy does
+    not go by attention.
+    """
+    request, power = Request.of(req), tracked_power(Request.of(req).spec)
+    assert request.extent is not None
+    request.counted_from = req.kv_committed_len
+    if power:
+        with cache.behind_forward():
+            behind = cache.row_slots(req)[request.extent.scored : req.kv.kv_allocated_len]
+            cache.pool.reset_metric(behind.long())
+            cache.pool.spans.track(req.req_pool_idx, power)
 
 
 def recompress(cache: PrefixCache, req: Req) -> bool:

@@ -172,8 +172,8 @@ class CompressingRadixCache(SegmentRadixCache, PrefixCache):
             request.remember_states(req, self.states)
             if not request.spec.on_pressure:
                 self.compress(req)
-            elif isinstance(request.scores, PromptScores) and not request.goes_on:
-                request.scores.settle()
+            elif isinstance(request.scores, PromptScores):
+                request.scores.settle(with_scores=request.goes_on)
             req.prefix_indices = self.row_slots(req)[:done].to(torch.int64, copy=True)
 
     def cache_finished_req(

@@ -53,7 +53,7 @@ def repack(
         first=first * page,
         facts=pool.facts,
     )
-    head = owners(selection, page)
+    head = selection.owners(page)
     source, offset = pages[head, selection.positions // page], selection.positions % page
     arenas = [pool.arena_k, pool.arena_v]
     if metric:
@@ -66,15 +66,6 @@ def repack(
 def holds_page(pages: torch.Tensor, first: torch.Tensor) -> torch.Tensor:
     """bool [L * H, C], where the rectangle of `held_pages` has a page."""
     return torch.arange(pages.shape[1], device=pages.device) >= first[:, None]
-
-
-def owners(selection: Selection, page_size: int) -> torch.Tensor:
-    """The head of every selected KV: int64 [n]. Nothing waits, for their number is known."""
-    pages = selection.pages
-    heads = torch.arange(len(pages), device=pages.device)
-    return torch.repeat_interleave(
-        heads, pages * page_size, output_size=len(selection.positions)
-    )
 
 
 def held_pages(

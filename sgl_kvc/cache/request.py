@@ -76,6 +76,8 @@ class Request:
     found : the entry that it was last matched with; None if there was none.
     bounded : what its prefill has held at most, if that is bounded and has begun; else None.
     input_limit : tokens that its prompt may have, if that is more than the pool's; else None.
+    counted_from : tokens that there were when decode began to count the attention that its KVs
+        are paid; None while it does not.
     compressed_at : when it was last compressed, counted in the cache's compactions; else 0.
     report : what the response will tell; None before the prefill.
     block_digests : of every whole block of the prompt, chained, so that equal digests mean equal
@@ -100,6 +102,7 @@ class Request:
         self.begun: int | None = None
         self.bounded: BoundedPrefill | None = None
         self.input_limit: int | None = None
+        self.counted_from: int | None = None
         self.compressed_at = 0
         self.report: Report | None = None
         self.block_digests: list[Hashable] = []
@@ -131,10 +134,8 @@ class Request:
 
     @property
     def goes_on(self) -> bool:
-        """Whether it is compressed again while it decodes."""
-        return bool(self.spec.recompress_every) and self.extent is not None and (
-            self.extent.compressed
-        )
+        """Whether what it holds may be compressed again while it decodes."""
+        return self.spec.goes_on and self.extent is not None and self.extent.compressed
 
     def shares_segment(self, req: Req) -> bool:
         """Whether requests with the same knob may read its segment, and it theirs.
@@ -224,7 +225,7 @@ class Request:
     def retract(self) -> None:
         """Forget everything that belongs to memory the request no longer holds."""
         self.row = self.extent = self.scores = self.known = self.states = self.segment = None
-        self.stored = self.found = self.begun = self.bounded = None
+        self.stored = self.found = self.begun = self.bounded = self.counted_from = None
         self.compressed_at = 0
         self.block_digests = []
 

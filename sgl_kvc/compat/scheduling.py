@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -87,6 +89,32 @@ def let_in(result: Any, scheduler, *_args: Any, **_kwargs: Any) -> None:
         make_way(running, cache)
 
 
+@contextlib.contextmanager
+def reserved(adder, req) -> Iterator[None]:
+    """While `req` is added to a batch: what compressing on pressure takes is set aside.
+
+    Else who is let in may fill the pool, and nobody could be compressed any more. Who would be
+    alone is let in whatever its own copy takes.
+    """
+    if not hasattr(adder.tree_cache, "relieve"):
+        yield
+        return
+    from sgl_kvc.cache.timing import reserved_tokens
+
+    running = adder.running_batch.reqs if adder.running_batch is not None else []
+    known, own = getattr(adder, "kvc_reserved", None), reserved_tokens(adder.tree_cache, [req])
+    if known is None:
+        known = reserved_tokens(adder.tree_cache, running)
+    added = len(adder.can_run_list)
+    tokens = max(known, own) if running or added else 0
+    adder.rem_total_token_offset += tokens
+    try:
+        yield
+    finally:
+        adder.rem_total_token_offset -= tokens
+        adder.kvc_reserved = max(known, own) if len(adder.can_run_list) > added else known
+
+
 def stop_at_cut(original, adder, req, **kwargs: Any) -> Any:
     """``PrefillAdder.add_one_req``, ``.add_chunked_req``: a chunk ends where compression is due.
 
@@ -96,6 +124,7 @@ def stop_at_cut(original, adder, req, **kwargs: Any) -> Any:
     """
     room = getattr(adder.tree_cache, "room_before_cut", lambda _req: None)(req)
     first_chunk = "has_chunked_req" in kwargs  # add_one_req is told whether one is cut already
+    set_aside = reserved(adder, req) if first_chunk else contextlib.nullcontext()
     limit = adder.rem_chunk_tokens
     rest = adder.ceil_paged_tokens(len(req.full_untruncated_fill_ids) - len(req.prefix_indices))
     would_be_cut = room is not None or (limit is not None and rest > limit)
@@ -106,11 +135,11 @@ def stop_at_cut(original, adder, req, **kwargs: Any) -> Any:
     if room is None and limit is None and not first_chunk:
         room = rest  # SGLang goes on with a cut request by a limit alone
     if room is None or (limit is not None and limit <= room):
-        with counted(adder, req):
+        with counted(adder, req), set_aside:
             return original(adder, req, **kwargs)
     adder.rem_chunk_tokens, added = room, len(adder.can_run_list)
     try:
-        with counted(adder, req):
+        with counted(adder, req), set_aside:
             result = original(adder, req, **kwargs)
     finally:
         used = room - adder.rem_chunk_tokens

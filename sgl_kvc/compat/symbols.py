@@ -147,7 +147,7 @@ _SCHEDULER = (
         "sglang.srt.managers.schedule_policy.PrefillAdder",
         "add_chunked_req(req) add_one_req(req,has_chunked_req) budget_state can_run_list "
         "ceil_paged_tokens(tokens) new_chunked_req rem_chunk_tokens rem_total_token_offset "
-        "tree_cache",
+        "running_batch tree_cache",
         "a chunk ends where a question begins; what a request will hold is counted",
     ),
     Uses("sglang.srt.managers.schedule_policy", "CLIP_MAX_NEW_TOKENS",

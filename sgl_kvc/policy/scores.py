@@ -58,6 +58,7 @@ class PromptScores:
         self.states: list[Any] = states or [None] * layers
         self._observe = None if states else self._scorer.observe
         self._selection: Selection | None = None
+        self._of_kept: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def observe(
         self,
@@ -143,9 +144,15 @@ class PromptScores:
         """Whether every layer was scored."""
         return self._selection is not None or all(layer is not None for layer in self._scores)
 
-    def settle(self) -> None:
-        """Choose now what will be kept, and let go of the scores, which take more memory."""
+    def settle(self, *, with_scores: bool) -> None:
+        """Choose now what will be kept, and let go of the other scores, which take more memory.
+
+        Parameters
+        ----------
+        with_scores : whether `scores_of` will be asked for.
+        """
         selection = self.select()
+        self._of_kept = self.scores_of(selection) if with_scores else None
         self._selection = dataclasses.replace(selection, positions=selection.positions.int())
         self._scores, self._statistics, self.states = [], [], []
 
@@ -158,6 +165,19 @@ class PromptScores:
         if len(found) < len(self._scores):
             raise RuntimeError("scores asked for before every layer was observed")
         return torch.stack(found).float()
+
+    def scores_of(self, selection: Selection) -> tuple[torch.Tensor, torch.Tensor]:
+        """The scores of what `select` has chosen, and of what is kept behind it in any case.
+
+        Returns
+        -------
+        float32 [n] as `Selection.positions`, and [L, H, scored - end].
+        """
+        if self._of_kept is not None:
+            return self._of_kept
+        scores, head = self.scores(), selection.owners(self._page_size)
+        behind = scores[..., self.extent.end :].clone()
+        return scores.flatten(0, 1)[head, selection.positions], behind
 
     def select(self) -> Selection:
         """What the heads keep of [begin, end). Raises RuntimeError while a layer is missing.

@@ -26,6 +26,13 @@ class Selection:
     pages: torch.Tensor
     positions: torch.Tensor
 
+    def owners(self, page_size: int) -> torch.Tensor:
+        """The head of every kept KV: int64 [n]. Nothing waits, for their number is known."""
+        heads = torch.arange(len(self.pages), device=self.pages.device)
+        return torch.repeat_interleave(
+            heads, self.pages * page_size, output_size=len(self.positions)
+        )
+
     def bitmap(self, begin: int, end: int, page_size: int) -> torch.Tensor:
         """Which of the positions [begin, end) each head keeps.
 
@@ -34,11 +41,7 @@ class Selection:
         uint8 [L * H, ceil((end - begin) / 8)].
             Bit ``i % 8`` of byte ``i // 8``, from the lowest, is position ``begin + i``.
         """
-        device, heads = self.pages.device, len(self.pages)
-        head = torch.repeat_interleave(
-            torch.arange(heads, device=device), self.pages * page_size,
-            output_size=len(self.positions),
-        )  # fmt: skip
+        device, heads, head = self.pages.device, len(self.pages), self.owners(page_size)
         kept = torch.zeros(heads, -(-(end - begin) // 8) * 8, dtype=torch.uint8, device=device)
         kept[head, self.positions - begin] = 1
         bits = torch.arange(8, dtype=torch.uint8, device=device)

@@ -5,6 +5,7 @@ They are derived: `SpanTable.install` writes what a `Segment` says, and nobody r
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import fields
 
 import torch
@@ -83,14 +84,14 @@ class SpanTable:
 
     def check_integrity(self) -> None:
         """Raise AssertionError unless every row holds what its segment says, and zeros else."""
-        for row in range(len(self.tracked)):
-            assert int(self.tracked[row]) == self._tracked.get(row, 0), f"row {row}: tracked"
-            state = [tensor[row] for tensor in self._tensors]
+        left = torch.stack([each.flatten(1).any(1) for each in self._tensors]).any(0).tolist()
+        for row, tracked in enumerate(self.tracked.tolist()):
+            assert tracked == self._tracked.get(row, 0), f"row {row}: tracked"
             segment = self._segments.get(row)
             if segment is None:
-                assert not any(bool(each.any()) for each in state), f"row {row}: state left"
+                assert not left[row], f"row {row}: state left"
                 continue
-            begin, first, count, stride = (each.tolist() for each in state)
+            begin, first, count, stride = (each[row].tolist() for each in self._tensors)
             page, heads = segment.page_size, len(self._canonical)
             shared = segment.begin // page
             assert segment.begin % page == segment.end % page == 0, f"row {row}: not aligned"
@@ -101,6 +102,6 @@ class SpanTable:
             assert count[_SHARED] == [shared] * heads, f"row {row}: shared pages"
             assert sum(count[_OWN]) == segment.blocks * heads, f"row {row}: pages"
             assert not segment.blocks or min(count[_OWN]) >= 1, f"row {row}: a head without a page"
-            ends = torch.tensor([0, *count[_OWN]]).cumsum(0).tolist()
-            assert first[_OWN] == ends[:-1], f"row {row}: pages overlap"
+            ends = itertools.accumulate(count[_OWN][:-1], initial=0)
+            assert first[_OWN] == list(ends), f"row {row}: pages overlap"
             assert segment.page_bounds.tolist() == [min(count[_OWN]), max(count[_OWN])]

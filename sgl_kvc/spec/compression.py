@@ -65,7 +65,7 @@ class CompressionSpec:
         prompt is shared with others that run; then the result depends on the request alone.
     recompress_every : decoded tokens after which segment and tail are compressed again, by what
         `continual` says (attention: arXiv 2410.00161, eq. 20); 0 is never. With `on_pressure`
-        only if memory is short again by then.
+        only if memory is short again by then; there 0 is where somebody would be retracted.
     prefill_block : tokens after which what has come in of a prompt is compressed, while it is
         prefilled; 0 is at its end. So much and the budget is what it holds then at most.
     hold_s : seconds for which the prefix cache keeps what the request leaves, longer than what
@@ -122,6 +122,16 @@ class CompressionSpec:
         if kind == "attention" and self.parameters.get("norm", "l2") == "l2":
             return "squared attention"
         return str(kind)
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether what it holds may be compressed again while it decodes.
+
+        With `recompress_every`; with `on_pressure` by itself, where the policy needs not know when.
+        """
+        if self.recompress_every:
+            return True
+        return self.on_pressure and not self.explain and self.continual not in (None, "rescored")
 
     @property
     def shape(self) -> Hashable:

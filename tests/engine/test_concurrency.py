@@ -29,6 +29,26 @@ def largest_batch(server: Engine, rate: float) -> int:
     return max(map(int, batches))
 
 
+def test_a_shared_system_prompt_is_held_once_and_less_than_plain(small_server):
+    """Five requests with the same 30 blocks before their own 13; those in use while all decode."""
+    shared, blocks, reports = prompt(480, seed="system"), {}, []
+    for name, knob in (("plain", None), ("shared", {"rate": 8, "prefix_tokens": 480})):
+        with small_server.client() as client:
+            client.post("/flush_cache", params={"timeout": 30}).raise_for_status()
+        seen = len(small_server.log.read_text())
+        asked = [shared + prompt(200, seed=f"{name} {i}") for i in range(5)]
+        answers = small_server.generate(asked, knob, max_new_tokens=32, ignore_eos=True)
+        reports = [answer["kv_compression"] for answer in answers]
+        log = small_server.log.read_text()[seen:]
+        used = re.findall(r"Decode batch.* #running-req: 5.*#token: (\d+)", log)
+        blocks[name] = {-(-int(tokens) // 16) for tokens in used}
+    held = {"before": 43, "after": 2 + 1, "shared": 30}
+    assert [report["blocks"] for report in reports] == [held] * 5
+    answer = 2  # blocks of each answer, beside the prompt's last
+    assert min(blocks["plain"]) >= 30 + 5 * 13
+    assert max(blocks["shared"]) <= 30 + 5 * (held["after"] + answer)
+
+
 def test_freed_memory_is_used_at_once(small_server):
     """A pool for 7 uncompressed requests; at rate 32 all 16 fit, before the first one ends.
 

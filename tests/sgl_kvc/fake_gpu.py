@@ -132,7 +132,8 @@ def compressible(pool, rows, knob: dict) -> tuple[CompressingRadixCache, SimpleN
     request = prefilled(knob, pool.facts, chunks=BOTH)
     request.report = Report.uncompressed(N, cache.block)
     req = SimpleNamespace(
-        kvc=request, req_pool_idx=ROW, kv_committed_len=N, last_node=cache.root_node
+        kvc=request, req_pool_idx=ROW, kv_committed_len=N, last_node=cache.root_node,
+        kv=SimpleNamespace(kv_allocated_len=N),
     )
     return cache, req
 

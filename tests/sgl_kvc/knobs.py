@@ -44,3 +44,16 @@ KNOBS = [
     {"rate": 3, "min_tokens": 0, "prefill_block": 4, "policy": "streaming-llm",
      "question_tokens": 30, "prefix_tokens": 8},
 ]
+#: A question apart.
+APART = [each for each in KNOBS if each and "question_tokens" in each]
+#: A chat's next turn.
+TURNS = [
+    None,
+    {"rate": 1, "hold_s": 30},
+    {"rate": 3, "min_tokens": 0, "policy": "kv-compress", "window": 3, "recent": 2},
+    {"rate": 3, "min_tokens": 0, "policy": "kv-compress", "window": 3, "recent": 2,
+     "reuse": "compressed"},
+    {"budget": 12, "min_tokens": 0, "policy": "snapkv", "reuse": "both", "hold_s": 30},
+    {"rate": 4, "min_tokens": 0, "policy": "kv-compress", "prefix_tokens": 9, "hold_s": 10,
+     "reuse": "compressed"},
+]

@@ -30,17 +30,29 @@ from sgl_kvc.pool.arena import ArenaKVPool
 
 LAYERS, HEADS, GROUP, DIM, PAGE = 2, 3, 2, 4, 4
 ROWS, CONTEXT = 6, 120
-_PRINTS: dict[int, int] = {}  # prefix -> a number of its own
+_NUMBERS: dict[tuple[int, int], int] = {}  # number of a prefix, next token -> a number of its own
+#: int64, the position of the last token of every prefix, by its number. So many that float32 holds
+#: them and 64ths.
+NUMBERED = torch.full((1 << 18,), CONTEXT - 1)
+
+
+def numbers(tokens: list[int]) -> list[int]:
+    """A number for every prefix of `tokens`."""
+    found, last = [], -1
+    for position, token in enumerate(tokens):
+        number = _NUMBERS.get((last, token))
+        if number is None:
+            number = _NUMBERS[last, token] = len(_NUMBERS)
+            NUMBERED[number] = position
+        found.append(number)
+        last = number
+    return found
 
 
 def kv(tokens: list[int]) -> torch.Tensor:
     """[len(tokens), LAYERS, HEADS, DIM]: a fingerprint of every prefix, layer and head."""
-    prefix, prints = (), []
-    for token in tokens:
-        prefix = hash((prefix, token))
-        prints.append(_PRINTS.setdefault(prefix, len(_PRINTS)))
     index = torch.arange(LAYERS * HEADS * DIM).view(1, LAYERS, HEADS, DIM)
-    return torch.tensor(prints, dtype=torch.float32).view(-1, 1, 1, 1) + index / 64
+    return torch.tensor(numbers(tokens), dtype=torch.float32).view(-1, 1, 1, 1) + index / 64
 
 
 def tokens_of(req: Req) -> list[int]:
@@ -98,10 +110,14 @@ class World:
         """Around what a forward does to the pool."""
         return contextlib.nullcontext()
 
-    def request(self, tokens: list[int], knob: dict | None, **sampling) -> Req:
-        """A request that waits."""
+    def request(
+        self, tokens: list[int], knob: dict | None, *, pin: bool = False, **sampling
+    ) -> Req:
+        """A request that waits; with `pin` it is there to pin a document."""
         self.started += 1
         custom = knob and {"kv_compression": knob, "kv_cache_time": self.clock}
+        if custom and pin:
+            custom["kv_cache_pin"] = {"expires": self.clock + 60}
         params = SamplingParams(custom_params=custom, **sampling)
         params.max_new_tokens = 128 if "max_new_tokens" not in sampling else params.max_new_tokens
         return Req(f"r{self.started}", "", array("q", tokens), params)

@@ -10,18 +10,21 @@ import torch
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from kvc_kernels.batch import Batch
 from sglang.srt.managers.schedule_batch import Req
+from sglang.srt.mem_cache.base_prefix_cache import EvictParams
 from sglang.srt.mem_cache.common import release_kv_cache
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
 from sgl_kvc.cache.request import Request
 from tests import tiny_models
-from tests.sgl_kvc.knobs import KNOBS
-from tests.sgl_kvc.lives import CONTEXT, HEADS, LAYERS, PAGE, ROWS, World, kv, tokens_of
+from tests.sgl_kvc import ownership, reading
+from tests.sgl_kvc.knobs import APART, KNOBS, TURNS
+from tests.sgl_kvc.lives import CONTEXT, PAGE, ROWS, World, tokens_of
 from tests.waits import UnwaitingCache
 
 BLOCKS = 40
+#: Random lives, the steps of one at most, and of all at least; all checks follow each.
+LIVES, LIFE, STEPS = 280, 40, 10_000
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -32,6 +35,13 @@ def server_args(tmp_path_factory):
 
 class Lives(RuleBasedStateMachine):
     """What can happen to requests, and what always holds."""
+
+    steps = 0  # of all lives
+
+    def __init__(self):
+        super().__init__()
+        self.waiting: list[Req] = []  # retracted
+        self.said: list[list[int]] = []  # prompt and answer of those that have ended
 
     @initialize(blocks=st.sampled_from([BLOCKS, 24]))
     def build(self, blocks=BLOCKS):
@@ -55,35 +65,52 @@ class Lives(RuleBasedStateMachine):
         each chunk.
         """
         tokens = [family * 1000 + i for i in range(shared)] + [2000 + self.world.started] * own
-        self._prefill(tokens, knob, chunk, keep, other_ends)
+        self._start(tokens, knob, chunk, keep, other_ends)
 
     @rule(
         document=st.sampled_from([(0, 24), (0, 40), (1, 24)]),
         question=st.sampled_from([[7], [8] * 9]),
-        knob=st.sampled_from([each for each in KNOBS if each and "question_tokens" in each]),
+        knob=st.sampled_from(APART),
         chunk=st.sampled_from([0, 0, PAGE]),
         keep=st.booleans(),
         other_ends=st.booleans(),
+        pin=st.booleans(),
     )
-    def ask(self, document, question, knob, chunk, keep, other_ends):
-        """A question about a document: requests like it share a segment."""
+    def ask(self, document, question, knob, chunk, keep, other_ends, pin):
+        """A question about a document: requests like it share a segment, and may pin it."""
         tokens = [document[0] * 1000 + i for i in range(document[1])] + question
         knob = knob | {"question_tokens": len(question)}
-        self._prefill(tokens, knob, chunk, keep, other_ends)
+        self._start(tokens, knob, chunk, keep, other_ends, pin)
 
-    def _prefill(self, tokens, knob, chunk, keep, other_ends):
-        world = self.world
-        if len(world.live) == ROWS:
-            return
-        req = world.request(tokens, knob)
+    @rule(
+        before=st.integers(0, 3),
+        new=st.integers(1, 12),
+        knob=st.sampled_from(TURNS),
+        chunk=st.sampled_from([0, 0, 2 * PAGE]),
+    )
+    def extend(self, before, new, knob, chunk):
+        """The next turn of a chat, or of one that begins: after what was said before."""
+        said = self.said[-1 - before] if before < len(self.said) else list(range(30))
+        if len(said) + new < CONTEXT - 2 * PAGE:
+            self._start([*said, *[4000 + len(said)] * new], knob, chunk)
+
+    def _start(self, tokens, knob, chunk=0, keep=True, other_ends=False, pin=False):
+        if len(self.world.live) < ROWS:
+            req = self.world.request(tokens, knob, pin=pin)
+            self._prefill(req, chunk, keep, other_ends)
+
+    def _prefill(self, req, chunk, keep=True, other_ends=False):
+        world, length = self.world, req.seqlen
         done = world.admit(req)
-        extent, found = Request.of(req).extent, Request.of(req).found
+        request = Request.of(req)
+        extent, found = request.extent, request.found
         if found is not None:
-            assert done >= found.segment.end == extent.end
+            assert done >= found.segment.end
+            assert found.segment.end == extent.end or request.reuses(req)
         elif extent.compressed:
-            assert done <= max(0, extent.scored - Request.of(req).spec.window)
-        while done < len(tokens):
-            end = min(len(tokens), done // PAGE * PAGE + chunk) if chunk else len(tokens)
+            assert done <= max(0, extent.scored - request.spec.window)
+        while done < length:
+            end = min(length, done // PAGE * PAGE + chunk) if chunk else length
             room = world.cache.room_before_cut(req)
             if room is not None:  # what compat's hook does to SGLang's chunks
                 end = min(end, done + room)
@@ -92,7 +119,7 @@ class Lives(RuleBasedStateMachine):
                 return
             done = end
             self._within_bound(req)
-            if done < len(tokens):
+            if done < length:
                 world.cache.cache_unfinished_req(req, chunked=True)
                 if not keep:
                     world.give_up(req, done)
@@ -105,26 +132,59 @@ class Lives(RuleBasedStateMachine):
     @rule(steps=st.integers(1, 2 * PAGE))
     def decode(self, steps):
         """Decode with SGLang's own allocation; it retracts requests when the pool is full."""
+        world = self.world
         for _ in range(steps):
-            if any(req.kv_committed_len + 1 >= CONTEXT for req in self.world.live):
+            if any(req.kv_committed_len + 1 >= CONTEXT for req in world.live):
                 return
-            roomy = self.world.allocator.available_size() >= ROWS * CONTEXT // 2
-            self.world.decode()
-            for req in self.world.live if roomy else ():
+            roomy = world.allocator.available_size() >= ROWS * CONTEXT // 2
+            self.waiting += world.decode()
+            for req in world.live if roomy else ():
                 self._bounded(req)
 
-    @rule(promised=st.sampled_from([0, PAGE, 3 * PAGE]))
-    def relieve(self, promised):
-        """Somebody waits for memory."""
-        self.world.cache.relieve(self.world.live, promised, once=True)
+    @rule(promised=st.sampled_from([0, 3 * PAGE, BLOCKS * PAGE]), once=st.booleans())
+    def relieve(self, promised, once):
+        """Memory is short: somebody waits (`once`), or the next step needs more than there is."""
+        self.world.cache.relieve(self.world.live, promised, once=once)
 
     @rule(which=st.integers(0, ROWS - 1), insert=st.booleans())
     def finish(self, which, insert):
+        """It ends, or is aborted."""
         if which < len(self.world.live):
-            release_kv_cache(self.world.live.pop(which), self.world.cache, is_insert=insert)
+            req = self.world.live.pop(which)
+            if insert:
+                self.said.append(tokens_of(req)[: req.kv_committed_len])
+            release_kv_cache(req, self.world.cache, is_insert=insert)
 
-    @rule()
-    def flush(self):
+    @rule(which=st.integers(0, ROWS - 1))
+    def retract(self, which):
+        if which < len(self.world.live):
+            self.waiting.append(self.world.live.pop(which))
+            self.world.retract(self.waiting[-1])
+
+    @rule(chunk=st.sampled_from([0, 2 * PAGE]))
+    def resume(self, chunk):
+        """The first that was retracted is prefilled again."""
+        if self.waiting and len(self.world.live) < ROWS:
+            self._prefill(self.waiting.pop(0), chunk)
+
+    @rule(seconds=st.sampled_from([1, 20, 60]))
+    def expire(self, seconds):
+        """Time passes: what is held for so long no longer is, and the oldest pin is released."""
+        self.world.clock += seconds
+        if seconds > 1:
+            self.world.cache.pins.release_oldest()
+
+    @rule(blocks=st.integers(1, 12))
+    def evict(self, blocks):
+        locked = self.world.cache.protected_size()
+        self.world.cache.evict(EvictParams(num_tokens=blocks * PAGE))
+        assert self.world.cache.protected_size() == locked
+
+    @rule(abort=st.sampled_from([False] * 5 + [True]))
+    def flush(self, abort):
+        """Forget the whole cache; SGLang does while nothing runs."""
+        while abort and self.world.live:
+            release_kv_cache(self.world.live.pop(), self.world.cache, is_insert=False)
         if not self.world.live:
             self.world.cache.reset()
             self.world.allocator.clear()
@@ -135,82 +195,20 @@ class Lives(RuleBasedStateMachine):
     @invariant()
     def accounting(self):
         """Every block is free, in the tree or owned by one request, as SGLang counts."""
-        if not hasattr(self, "world"):
-            return
-        world, cache = self.world, self.world.cache
-        world.pool.spans.check_integrity()
-        uncached = sum(
-            -(-req.kv.kv_allocated_len // PAGE) * PAGE - req.cache_protected_len
-            for req in world.live
-        )
-        free = world.allocator.available_size()
-        counted = free + cache.evictable_size() + cache.protected_size() + uncached
-        assert counted == world.tokens
-        tree = cache.all_values_flatten()[::PAGE] if cache.total_size() else []
-        blocks = world.allocator.free_pages.tolist() + [int(slot) // PAGE for slot in tree]
-        for req in world.live:
-            row = world.requests.req_to_token[req.req_pool_idx]
-            own = row[req.cache_protected_len : req.kv.kv_allocated_len : PAGE]
-            blocks += (own // PAGE).tolist()
-        assert len(set(blocks)) == len(blocks) == world.tokens // PAGE
+        Lives.steps += 1
+        if hasattr(self, "world"):
+            self.world.pool.spans.check_integrity()
+            ownership.check(self.world)
 
     @invariant()
     def contents(self):
         """Every request reads its own KVs: all of them, or the kept ones and what lies around."""
-        for req in self.world.live if hasattr(self, "world") else ():
-            positions = self.positions(req)
-            kept = [len(each) for each in positions]
-            request, length = Request.of(req), req.kv_committed_len
-            segment, report = request.segment, request.report.to_json()
-            if segment is None:
-                assert set(kept) == {length}
-                continue
-            always = {*range(segment.begin), *range(segment.end, length)}
-            assert all(always <= set(each) for each in positions)
-            held = len(always) + len(segment.slots)
-            assert sum(kept) == held * LAYERS * HEADS
-            if report.get("decode", {}).get("recompressed"):
-                continue
-            decoded = length - report["prompt_tokens"]
-            assert report["kept_per_head"]["min"] == min(kept) - decoded
-            assert report["kept_per_head"]["max"] == max(kept) - decoded
-            assert report["blocks"]["shared"] == request.extent.begin // PAGE
-            if segment.end < request.extent.end:
-                continue  # there was no room to compress a chat's turn again
-            assert segment.blocks == request.extent.segment_blocks
-            self._protected(request, positions, length)
+        if hasattr(self, "world") and self.world.live:
+            reading.check(self.world)
 
     def positions(self, req: Req) -> list[list[int]]:
         """The positions whose KVs each layer and head of `req` reads, ascending."""
-        world, tokens = self.world, tokens_of(req)[: req.kv_committed_len]
-        expected = kv(tokens)
-        batch = Batch(
-            world.pool.cache, torch.tensor([req.req_pool_idx]), torch.tensor([len(tokens)])
-        )
-        found = []
-        for layer, pages in enumerate(batch.head_pages):
-            for head in range(HEADS):
-                mine = pages.owner == head
-                held, mine = ~pages.absent[mine], pages.page[mine]
-                keys, values = world.pool.flat_k[mine][held], world.pool.flat_v[mine][held]
-                assert torch.equal(keys, -values)
-                same = (keys[:, None] == expected[:, layer, head]).all(-1)
-                assert bool(same.any(1).all()), "a KV of somebody else"
-                found.append(same.int().argmax(1).tolist())
-                assert found[-1] == sorted(set(found[-1]))
-        return found
-
-    def _protected(self, request: Request, positions: list[list[int]], length: int) -> None:
-        """Sinks and recent positions are kept where the budget holds them."""
-        extent, spec, segment = request.extent, request.spec, request.segment
-        recent = min(spec.recent, len(segment.slots) // 4)
-        sinks = max(0, spec.sinks - extent.begin)
-        for each in positions:
-            in_segment = len(each) - extent.begin - (length - extent.end)
-            if in_segment >= sinks + recent:
-                last = range(max(extent.begin, extent.scored - recent), extent.end)
-                assert set(last) <= set(each)
-                assert set(range(extent.begin, extent.begin + sinks)) <= set(each)
+        return reading.held(self.world, [req]).lists()[0]
 
     def _within_bound(self, req: Req) -> None:
         """What a bounded prefill promises, when a chunk has its blocks."""
@@ -221,9 +219,8 @@ class Lives(RuleBasedStateMachine):
         if Request.of(req).stored is not None:
             held += Request.of(req).segment.blocks
         assert held <= bounded.blocks_peak <= extent.bound - extent.begin // PAGE
-        most = extent.segment_blocks + bounded.block // PAGE + 2
         if extent.cut is None:
-            assert bounded.blocks_peak <= most
+            assert bounded.blocks_peak <= extent.segment_blocks + bounded.block // PAGE + 2
 
     def _bounded(self, req: Req) -> None:
         """What compression in decode promises: at most a tail of so many tokens more."""
@@ -240,6 +237,8 @@ class Lives(RuleBasedStateMachine):
         world = self.world
         while world.live:
             release_kv_cache(world.live.pop(), world.cache)
+        while world.cache.pins.release_oldest():
+            ownership.check(world)
         assert world.allocator.available_size() + world.cache.evictable_size() == world.tokens
         assert world.cache.protected_size() == 0
         assert len(world.requests.free_slots) == ROWS
@@ -280,12 +279,20 @@ class LivesOnGPU(Lives):
 
 
 Lives.TestCase.settings = settings(
-    max_examples=int(os.environ.get("KVC_LIVES", "170")),  # `make mutants` has less time
-    stateful_step_count=30,
+    max_examples=int(os.environ.get("KVC_LIVES", LIVES)),
+    stateful_step_count=LIFE,
     deadline=None,
 )
-TestLives = Lives.TestCase
 LivesOnGPU.TestCase.settings = Lives.TestCase.settings
+
+
+class TestLives(Lives.TestCase):
+    def runTest(self):
+        before = Lives.steps
+        super().runTest()
+        assert "KVC_LIVES" in os.environ or Lives.steps - before >= STEPS
+
+
 TestLivesOnGPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")(
     LivesOnGPU.TestCase
 )

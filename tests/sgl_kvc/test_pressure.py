@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import pytest
+import torch
 from sglang.srt.server_args import ServerArgs, set_global_server_args_for_scheduler
 
 from sgl_kvc.cache.request import Request
 from sgl_kvc.spec import SpecError, parse
 from tests import tiny_models
 from tests.sgl_kvc.documents import end
-from tests.sgl_kvc.lives import PAGE
+from tests.sgl_kvc.lives import PAGE, ROWS
 from tests.sgl_kvc.test_request import blocks_held, run
 
 KNOB = {
@@ -107,19 +108,76 @@ def test_they_are_compressed_again_the_least_recently_compressed_first(checked_l
         checked_lives.contents()
 
 
-@pytest.mark.parametrize("policy", ["streaming-llm", "kv-compress", "h2o"])
-@pytest.mark.parametrize("again", [False, True])
-def test_long_answers_stay_where_they_may_be_compressed_again(checked_lives, policy, again):
+@pytest.mark.parametrize("every", [0, 2 * PAGE])
+@pytest.mark.parametrize(
+    ("policy", "again"),
+    [("streaming-llm", True), ("kv-compress", True), ("h2o", True), ("r-kv", False)],
+)
+def test_long_answers_stay_where_they_may_be_compressed_again(
+    checked_lives, policy, again, every
+):
+    """Not where the policy has to know beforehand; with `recompress_every` that is refused."""
+    if every and not again:
+        return
     world, retracted = checked_lives.world, 0
-    more = {"recompress_every": 2 * PAGE} if again else {}
-    more |= {"policy": policy} | ({"window": 2} if policy == "kv-compress" else {})
+    more = {"policy": policy, "recompress_every": every}
+    more |= {"window": 2} if policy in ("kv-compress", "r-kv") else {}
     reqs = [start(world, number, **more) for number in range(1, 5)]
     for _ in range(11 * PAGE):
         retracted += len(world.decode())
         checked_lives.accounting()
+        checked_lives.contents()
     assert bool(retracted) is not again
     if again:
         assert all(report(req)["decode"]["recompressed"] for req in reqs)
+
+
+def test_again_comes_only_before_a_retraction_and_the_least_recently_compressed_first(
+    checked_lives,
+):
+    """Who waits to be let in is no reason, unless `recompress_every` says so."""
+    world, times = checked_lives.world, []
+    reqs = [start(world, number) for number in range(1, 5)]
+    while world.cache.relieve(world.live, 0, once=True):
+        pass
+    assert all(map(compressed, reqs))
+    for _ in range(2 * PAGE):
+        world.decode()
+        assert not world.cache.relieve(world.live, 0, once=True)
+    while not any(times):
+        assert not world.decode()
+        times = [report(req)["decode"]["recompressed"] for req in reqs]
+        free = world.cache.free_tokens()
+    assert times[0] == 1, times
+    assert times == sorted(times, reverse=True)
+    assert free < 2 * len(reqs) * PAGE + ROWS * PAGE
+    order = [Request.of(req).compressed_at for req in reqs[: sum(times)]]
+    assert order == sorted(order)
+
+
+def test_attention_counts_from_when_memory_becomes_short(checked_lives):
+    """Not before: it slows decode down. What it paid until then is not known, and zero."""
+    world = checked_lives.world
+    req = start(world, 1, policy="kv-compress", window=2)
+    row, pool, request = req.req_pool_idx, world.pool, Request.of(req)
+    assert world.cache.relieve(world.live, 0, once=True)
+    assert not pool.spans.tracks_attention(row)
+    assert len(request.segment.slots) == SEGMENT * PAGE
+    pool.metric[world.cache.row_slots(req)[PROMPT] // PAGE] = 9  # of who had the block before
+    for _ in range(PAGE + 1):
+        world.decode()
+        assert not pool.spans.tracks_attention(row)
+    held = pool.metric[request.segment.slots[::PAGE] // PAGE].clone()
+    assert held.amax() > 0, "the prompt's scores"
+    hog = world.allocator.alloc(world.allocator.available_size() - PAGE)
+    world.cache.relieve(world.live, 0)
+    assert pool.spans.tracks_attention(row)
+    assert request.counted_from == req.kv_committed_len
+    assert torch.equal(pool.metric[request.segment.slots[::PAGE] // PAGE], held)
+    tail = world.cache.row_slots(req)[PROMPT : req.kv_committed_len].long()
+    assert not pool.metric[tail // PAGE, :, :, tail % PAGE].any()
+    assert report(req)["decode"]["recompressed"] == 0, "no query was seen yet"
+    world.allocator.free(hog)
 
 
 def test_a_prompt_that_gains_nothing_is_not_copied_under_pressure(checked_lives):
