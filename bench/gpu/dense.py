@@ -61,7 +61,8 @@ def measure(
 
     found = median_ms(step, device)
     if cache == dtype:
-        found["error"] = _error(attend(query, pool[0][0], pool[1][0]), query, pool, table, kvs)
+        got = attend(query, pool[0][0], pool[1][0])
+        found["difference"] = _difference(got, query, pool, table, kvs)
     found["bytes"] = size.bytes_of(requests * kvs, cache)
     return found | {"gb_per_s": found["bytes"] / found["ms"] / 1e6}
 
@@ -104,7 +105,7 @@ def _flashinfer(query, table, kvs: int, size: Size, cache: torch.dtype) -> Calla
     return lambda query, keys, values: wrapper.run(query, (keys, values))
 
 
-def _error(got: torch.Tensor, query, pool, table, kvs: int) -> float:
+def _difference(got: torch.Tensor, query, pool, table, kvs: int) -> float:
     """Largest difference to the textbook's attention, of the first request in the first layer."""
     keys, values = (each[0][table[0].long()].flatten(0, 1)[:kvs].float() for each in pool)
     grouped = query[0].float().view(keys.shape[1], -1, keys.shape[-1])

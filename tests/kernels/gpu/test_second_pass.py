@@ -138,6 +138,17 @@ def test_one_for_batches_of_any_size(device):
         made.update(batch, schedule_of(batch), tracked.to(device))
 
 
+@pytest.mark.parametrize("programs", [2, 7, 20])
+def test_one_tracked_request_is_shared_by_all_programs(programs, device):
+    """Its heads are cut behind shared spans of several tiles; others are not looked at."""
+    drawn = build([Row(9), Row(100, [3, 1, 1, 9, 2, 2], [1, 9, 2, 4, 5, 3]), Row(170), Row(0)])
+    query, tracked = torch.randn(4, HEADS * 2, 16), powers(4, 1)
+    batch, made = planned(drawn, query, device, programs, tracked)
+    cuts = made.cuts.view(LAYERS, -1, 2)[0].tolist()
+    assert len({*map(tuple, cuts)}) == min(programs, made.starts[HEADS].item() // LEAST) + 1
+    check_metric(drawn, query, batch, tracked, device)
+
+
 def test_more_than_are_counted_at_a_time(device, monkeypatch):
     monkeypatch.setattr("kvc_kernels.gpu.second_pass.AT_ONCE", 2)
     drawn = build(RAGGED["all spans"])
