@@ -33,12 +33,12 @@ def build(
     dim: int,
     dtype: torch.dtype,
     device: str,
-    skewed: bool = True,
+    sigma: float = 1.0,
 ) -> Ragged:
     """Requests of ``segments[b]`` own blocks (0: not compressed) and ``tails[b]`` tokens.
 
-    Before them are ``shared[b]`` canonical blocks (none). `skewed` shares a segment's pages
-    unequally among the heads, one at least for each.
+    Before them are ``shared[b]`` canonical blocks (none). Heads have at least a page of a segment;
+    `sigma` is the deviation of the logarithms of how many.
     """
     torch.manual_seed(0)
     per_block, shared = layers * heads, shared or [0] * len(segments)
@@ -48,8 +48,7 @@ def build(
         ranges.append([(0, whole), (begin, own), (begin + own * page, -(-tail // page))])
     total = 1 + sum(count for each in ranges for _, count in each)
     arenas = [
-        torch.empty(total, layers, heads, page, dim, dtype=dtype, device=device).normal_()
-        for _ in range(2)
+        random((total, layers, heads, page, dim), dtype, device) for _ in range(2)
     ]
     context = max(begin + count * page for each in ranges for begin, count in each)
     table = torch.zeros(len(segments), context, dtype=torch.int32, device=device)
@@ -62,7 +61,7 @@ def build(
             taken += count
     spans = Spans.uncompressed(len(segments), per_block, "cpu")
     begins = torch.tensor([[begin for begin, _ in each] for each in ranges])
-    own = torch.stack([shares(s * per_block, per_block, skewed) for s in segments])
+    own = torch.stack([shares(s * per_block, per_block, sigma) for s in segments])
     spans.begin.copy_(begins)
     spans.first[:, 0], spans.first[:, 1] = torch.arange(per_block), own.cumsum(1) - own
     spans.count[:, 0], spans.count[:, 1] = torch.tensor(shared)[:, None], own
@@ -75,11 +74,18 @@ def build(
     return Ragged(batch, held.view(-1, layers, heads).to(device))
 
 
-def shares(total: int, parts: int, skewed: bool) -> torch.Tensor:
-    """`total` pages among `parts` heads: int64 [parts], on the CPU."""
-    if not total or not skewed:
+def random(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> torch.Tensor:
+    """Numbers of any float type; of 8 bits those whose bytes are below those of infinities."""
+    if dtype.itemsize > 1:
+        return torch.empty(shape, dtype=dtype, device=device).normal_()
+    return torch.empty(shape, dtype=torch.uint8, device=device).random_(0, 0x70).view(dtype)
+
+
+def shares(total: int, parts: int, sigma: float) -> torch.Tensor:
+    """`total` pages among `parts` heads, lognormal: int64 [parts], on the CPU."""
+    if not total or not sigma:
         return torch.full((parts,), total // parts)
-    weights = torch.randn(parts).exp()
+    weights = torch.randn(parts).mul(sigma).exp()
     pages = 1 + ((total - parts) * weights / weights.sum()).long()
     pages[pages.argmax()] += total - pages.sum()
     return pages

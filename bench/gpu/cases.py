@@ -26,6 +26,14 @@ class Size:
     tokens: int
     window: int
 
+    def bytes_of(self, tokens: int, cache: torch.dtype) -> int:
+        """That keys and values of so many tokens take in all layers and heads."""
+        return 2 * tokens * self.layers * self.heads * self.dim * cache.itemsize
+
+    def query(self, tokens: int, dtype: torch.dtype, device: str) -> torch.Tensor:
+        """[tokens, H*G, D], random."""
+        return torch.randn(tokens, self.heads * self.group, self.dim, device=device).to(dtype)
+
 
 LLAMA = Size(layers=4, heads=8, group=4, dim=128, page=16, requests=16, tokens=4096, window=32)
 SMOKE = Size(layers=2, heads=2, group=2, dim=16, page=8, requests=4, tokens=48, window=4)
@@ -58,7 +66,7 @@ class Case:
         return torch.randn(*shape, device=self.device).to(self.dtype)
 
     def query(self, tokens: int) -> torch.Tensor:
-        return self.randn(tokens, self.size.heads * self.size.group, self.size.dim)
+        return self.size.query(tokens, self.dtype, self.device)
 
     @property
     def scale(self) -> float:
@@ -85,7 +93,7 @@ def prompt(case: Case, rate: int = 8) -> Prompt:
     shape = (1 + blocks + kept, size.layers, size.heads, size.page, size.dim)
     order = torch.randperm(shape[0] - 1, device=device) + 1
     slots = (order[:blocks, None] * size.page + torch.arange(size.page, device=device)).flatten()
-    pages = shares(kept * per_block, per_block, skewed=True).to(device)
+    pages = shares(kept * per_block, per_block, 1.0).to(device)
     number = kept * per_block * size.page
     positions = torch.randint(0, size.tokens, (number,), device=device)
     return Prompt(

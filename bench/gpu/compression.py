@@ -50,7 +50,7 @@ def check_select(case: Case) -> Pairs:
     size = case.size
     rows, length = size.layers * size.heads, size.tokens
     scores = (torch.rand(rows, length, device=case.device) * length).floor()
-    pages = shares(rows * length // size.page // 4, rows, skewed=True)
+    pages = shares(rows * length // size.page // 4, rows, 1.0)
     pages = pages.clamp(max=length // size.page).to(case.device)
     got = kept_positions(scores, pages, size.page, int(pages.sum()))
     ranked, order = scores.sort(dim=-1, descending=True, stable=True)

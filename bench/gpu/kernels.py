@@ -12,6 +12,7 @@ from kvc_kernels.gpu.compact import compact
 from kvc_kernels.gpu.decode import decode, new_schedule
 from kvc_kernels.gpu.extend import extend
 from kvc_kernels.gpu.score import window_attention
+from kvc_kernels.gpu.second_pass import SecondPass
 from kvc_kernels.gpu.select import compete, kept_positions
 from kvc_kernels.gpu.store import store
 from kvc_kernels.gpu.tables import block_table
@@ -111,6 +112,7 @@ def check_graph(case: Case) -> Pairs:
     """A decode captured in a CUDA graph and replayed for other lengths gives what eager does.
 
     As SGLang does it: the schedule is made before a replay, and nothing else is as it was then.
+    With the metric of requests that are compressed in decode.
     """
     needs_gpu(case)
     batch = case.batch().batch
@@ -118,19 +120,31 @@ def check_graph(case: Case) -> Pairs:
     lengths = torch.maximum(batch.seq_len - 37, batch.cache.spans.begin[:, 2])
     captured = dataclasses.replace(batch, seq_len=lengths)
     schedule = new_schedule(batch.cache, case.size.requests, query.shape[1], query.dtype)
-    schedule.update(captured)
-    decode(query, captured, 1, case.scale)
+    second = SecondPass.allocate(batch.cache, case.size.requests, schedule.programs)
+    tracked = torch.arange(case.size.requests, dtype=torch.int32, device=case.device) % 3
+    metric = torch.zeros(batch.cache.arena_k.shape[:-1], device=case.device)
+    wanted = torch.zeros_like(metric)
+
+    def plan() -> None:
+        schedule.update(captured)
+        second.update(captured, schedule, tracked)
+
+    plan()
+    decode(query, captured, 1, case.scale, metric=metric, tracked=tracked)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out, lse = decode(query, captured, 1, case.scale)
-    expected = decode(query, batch, 1, case.scale)
+        out, lse = decode(query, captured, 1, case.scale, metric=metric, tracked=tracked)
+    expected = decode(query, batch, 1, case.scale, metric=wanted, tracked=tracked)
     lengths.copy_(batch.seq_len)
-    schedule.update(captured)
-    for tensor in (lengths, batch.cache.req_to_token, *vars(batch.cache.spans).values()):
+    plan()
+    changed = (lengths, tracked, batch.cache.req_to_token, *vars(batch.cache.spans).values())
+    for tensor in (metric, *changed):
         tensor.zero_()
     graph.replay()
-    return {"out": (out, expected[0]), "lse": (lse, expected[1])}
+    return {
+        "out": (out, expected[0]), "lse": (lse, expected[1]), "metric": (metric, wanted),
+    }  # fmt: skip
 
 
 CHECKS: dict[str, Callable[[Case], Pairs]] = {

@@ -12,6 +12,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -19,6 +20,8 @@ from bench.machine import describe
 
 #: More than any GPU's L2 cache.
 _FLUSH_BYTES = 256 << 20
+#: Clock cycles that a device is kept busy for, some 25 ms, while the host launches what is timed.
+_AHEAD = 50_000_000
 
 
 class Skipped(Exception):
@@ -89,6 +92,40 @@ def machine() -> dict:
         "python": platform.python_version(),
         "versions": versions,
         "commit": os.environ.get("KVC_COMMIT", commit),
+    }
+
+
+def queued_ms(
+    prepare: Callable[[], object],
+    run: Callable[[Any], object],
+    device: str,
+    repeats: int = 10,
+) -> dict:
+    """Median milliseconds of ``run(prepare())`` on the device, and of the host to launch it.
+
+    Launched one by one, as in serving. The device is busy before, so the host is ahead of it unless
+    its own milliseconds are many more than 20.
+    """
+    taken, launching = [], []
+    for _ in range(1 if device == "cpu" else repeats + 2):  # two to compile and warm up
+        given = prepare()
+        if device != "cpu":
+            torch.cuda.synchronize()
+            torch.cuda._sleep(_AHEAD)
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+        started = time.perf_counter()
+        run(given)
+        launching.append(1e3 * (time.perf_counter() - started))
+        if device != "cpu":
+            end.record()
+            end.synchronize()
+            taken.append(begin.elapsed_time(end))
+    taken = taken[2:] or launching
+    return {
+        "ms": statistics.median(taken),
+        "ms_range": [min(taken), max(taken)],
+        "host_ms": statistics.median(launching[2:] or launching),
     }
 
 

@@ -6,6 +6,11 @@ import json
 from pathlib import Path
 
 PARTS = ("kernels", "bandwidth", "serving", "overhead")
+#: What says which record it is.
+_SHAPE = (
+    "dtype", "backend", "requests", "kvs", "bits", "sigma", "prompts", "tokens",
+    "pool", "input", "rate", "ours",
+)  # fmt: skip
 
 
 def write(folder: Path) -> Path:
@@ -62,7 +67,7 @@ def problems(records: list[dict]) -> list[str]:
             why = why.strip().splitlines()[0][:300] if why.strip() else ""
             shape = {
                 key: record[key]
-                for key in ("dtype", "rows", "length", "skewed", "pool", "input", "rate", "ours")
+                for key in _SHAPE
                 if key in record
             }
             lines.append(f"* {record['name']} {json.dumps(shape)}: {record['status']}, {why}")
@@ -84,29 +89,56 @@ def kernels(records: list[dict]) -> list[str]:
 
 
 def bandwidth(records: list[dict]) -> list[str]:
-    """GB/s by shape, and the milliseconds of a compression."""
+    """Shares of the copy's bandwidth, times of steps, and what a compression is made of."""
     copies = latest(records, "copy")
-    lines = [f"Device copy: {copies[-1]['gb_per_s']:.0f} GB/s.", ""] if copies else []
+    copy = copies[-1]["gb_per_s"] if copies else None
+    lines = [f"Device copy: {copy:.0f} GB/s.", ""] if copy else []
     for r in latest(records, "schedule", "requests"):
         lines += [f"Schedule of a step of {r['requests']} requests: {1e3 * r['ms']:.0f} µs.", ""]
-    dense = {(r["rows"], r["length"]): r for r in latest(records, "flashinfer", "rows", "length")}
-    ours = {
-        (r["rows"], r["length"], r["skewed"]): r
-        for r in latest(records, "decode", "rows", "length", "skewed")
+    steps = {
+        (r["requests"], r["kvs"], line_of(r)): r
+        for r in latest(
+            records, "decode step", "requests", "kvs", "backend", "bits", "sigma"
+        )
     }
-    rows = []
-    for count, length in dict.fromkeys(key[:2] for key in ours):
-        each = [ours.get((count, length, skewed)) for skewed in (False, True)]
-        speeds = [r and f"{r['gb_per_s']:.0f}" for r in (*each, dense.get((count, length)))]
-        times = [r and f"{1e3 * r['ms']:.1f}" for r in (*each, dense.get((count, length)))]
-        rows.append([count, length, *speeds, *times])
-    head = ["rows", "KVs a row", "equal, GB/s", "skewed, GB/s", "FlashInfer, GB/s"]
-    lines += table([*head, "equal, µs", "skewed, µs", "FlashInfer, µs"], rows)
-    steps = []
-    for name in ("score", "select", "compact"):
-        for r in latest(records, name, "rate"):
-            steps.append([name, r["tokens"], r["layers"], r["rate"], f"{r['ms']:.2f}"])
-    return [*lines, "", *table(["step", "tokens", "layers", "rate", "ms"], steps)]
+    columns = list(dict.fromkeys(key[2] for key in steps))
+    for title, tell in (
+        ("Share of the copy's bandwidth", lambda r: share(r["gb_per_s"], copy)),
+        ("Milliseconds of attention in a step of all layers", lambda r: f"{r['ms']:.2f}"),
+    ):
+        rows = []
+        for count, kvs in dict.fromkeys(key[:2] for key in steps):
+            each = [steps.get((count, kvs, column)) for column in columns]
+            rows.append([count, kvs, *(r and tell(r) for r in each)])
+        head = ["requests", "KVs a head in 16 bits", *columns]
+        lines += [f"{title}, in a row at equal bytes:", "", *table(head, rows), ""]
+    return [*lines, *compression(latest(records, "compression", "prompts", "tokens", "rate"), copy)]
+
+
+def line_of(record: dict) -> str:
+    """Which of the kernels, pools and lengths of heads a decode step was measured with."""
+    bits = "" if record["bits"] == 16 else f", {record['bits']} bits"
+    if record["backend"] != "triton":
+        return f"{record['backend']}, dense{bits}"
+    return f"ours, sigma {record['sigma']:g}{bits}"
+
+
+def share(speed: float, copy: float | None) -> str:
+    """Of the bandwidth of a copy; GB/s where that was not measured."""
+    return f"{speed / copy:.0%}" if copy else f"{speed:.0f} GB/s"
+
+
+def compression(records: list[dict], copy: float | None) -> list[str]:
+    """What the prompts of a batch take on the device, and its shares; and the host's part."""
+    steps, rows = ("score", "select", "compact"), []
+    for r in records:
+        shares = [f"{r[step]['ms']:.2f} ({r[step]['ms'] / r['ms']:.0%})" for step in steps]
+        host = sum(r[step]["host_ms"] for step in steps)
+        speeds = [share(r[step]["gb_per_s"], copy) for step in ("score", "compact")]
+        rows.append([r["prompts"], r["tokens"], r["rate"], f"{r['ms']:.2f}", *shares, *speeds,
+                     f"{host:.2f}"])  # fmt: skip
+    head = ["prompts", "tokens", "rate", "ms", *(f"{step}, ms (share)" for step in steps)]
+    return table([*head, "scores, of the copy", "compact, of the copy", "host, ms"], rows)
 
 
 def serving(records: list[dict]) -> list[str]:
@@ -155,24 +187,28 @@ def line(rate: float | None) -> str:
 
 
 def plot_bandwidth(found: dict | None, path: Path) -> bool:
-    """GB/s by length, one line for each number of rows; whether there was anything to plot."""
-    records = latest(found["records"], "decode", "rows", "length", "skewed") if found else []
+    """GB/s of decode steps by requests; whether there was anything to plot."""
+    keys = "requests", "kvs", "backend", "bits", "sigma"
+    records = latest(found["records"], "decode step", *keys) if found else []
     if not records:
         return False
     from matplotlib import pyplot
 
-    figure, axes = pyplot.subplots(1, 2, figsize=(11, 4), sharey=True, layout="constrained")
-    for axis, skewed in zip(axes, (False, True), strict=True):
-        for rows in sorted({r["rows"] for r in records}):
-            mine = [r for r in records if r["rows"] == rows and r["skewed"] == skewed]
-            mine.sort(key=lambda r: r["length"])
-            xs, ys = [r["length"] for r in mine], [r["gb_per_s"] for r in mine]
-            axis.plot(xs, ys, marker="o", label=f"{rows} rows")
+    lengths = sorted({r["kvs"] for r in records})
+    figure, axes = pyplot.subplots(
+        1, len(lengths), figsize=(6 * len(lengths), 4), squeeze=False, layout="constrained"
+    )
+    for axis, kvs in zip(axes[0], lengths, strict=True):
+        mine = sorted((r for r in records if r["kvs"] == kvs), key=lambda r: r["requests"])
+        for name in dict.fromkeys(map(line_of, mine)):
+            points = [(r["requests"], r["gb_per_s"]) for r in mine if line_of(r) == name]
+            style = "-" if name.startswith("ours") else ":"
+            axis.plot(*zip(*points, strict=True), style, marker="o", label=name)
         for copy in latest(found["records"], "copy"):
             axis.axhline(copy["gb_per_s"], color="grey", linestyle="--", label="copy")
-        axis.set(xscale="log", title="skewed lengths" if skewed else "equal lengths")
-        axis.set(xlabel="KVs a row", ylabel="GB/s", ylim=0)
-    axes[0].legend()
+        axis.set(xscale="log", title=f"{kvs} KVs a head in 16 bits, or their bytes")
+        axis.set(xlabel="requests", ylabel="GB/s", ylim=0)
+    axes[0][0].legend(fontsize="small")
     figure.savefig(path, dpi=120)
     pyplot.close(figure)
     return True

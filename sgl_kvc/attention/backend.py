@@ -28,6 +28,7 @@ from sgl_kvc.cache.request import Request
 
 if TYPE_CHECKING:
     from kvc_kernels.gpu.schedule import Schedule
+    from kvc_kernels.gpu.second_pass import SecondPass
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
 
@@ -51,6 +52,7 @@ class KvcAttentionBackend(AttentionBackend):
         self._scoring: tuple[ForwardBatch, PromptScoring] | None = None
         self._model_runner = model_runner
         self._schedule: Schedule | None = None
+        self._second_pass: SecondPass | None = None
         if self.pool.facts.head_profile is None:
             logger.info(
                 "the model has no head profile; `sgl-kvc profile` measures one, and the default "
@@ -68,10 +70,13 @@ class KvcAttentionBackend(AttentionBackend):
         if not use_triton(self.req_to_token):
             return
         from kvc_kernels.gpu.decode import new_schedule
+        from kvc_kernels.gpu.second_pass import SecondPass
 
         model_runner = self._model_runner
         layer = next(x for x in model_runner.model.modules() if isinstance(x, RadixAttention))
-        self._schedule = new_schedule(self.cache, max_bs, layer.tp_q_head_num, model_runner.dtype)
+        made = new_schedule(self.cache, max_bs, layer.tp_q_head_num, model_runner.dtype)
+        self._schedule = made
+        self._second_pass = SecondPass.allocate(self.cache, max_bs, made.programs)
 
     def init_forward_metadata_out_graph(
         self, forward_batch: ForwardBatch, in_capture: bool = False
@@ -84,8 +89,16 @@ class KvcAttentionBackend(AttentionBackend):
         """
         batch = self._new_batch(forward_batch)
         self._prepared = (forward_batch, batch)
-        if self._schedule is not None:
-            self._schedule.update(batch)
+        if self._schedule is None or not self.decodes_in_triton():
+            return
+        self._schedule.update(batch)
+        if self.spans.tracks_attention():
+            assert self._second_pass is not None
+            self._second_pass.update(batch, self._schedule, self.spans.tracked)
+
+    def decodes_in_triton(self) -> bool:
+        """Whether a decode step on a GPU goes by a schedule now."""
+        return True
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Padding rows attend to one KV of SGLang's padding block."""
@@ -134,7 +147,7 @@ class KvcAttentionBackend(AttentionBackend):
         self, query: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch
     ) -> torch.Tensor:
         """Attention of one token per request, stored already: [B, Hq, D] -> [B, Hq, Dv]."""
-        tracks = self.spans.tracks_attention()  # never in a CUDA graph (compat)
+        tracks = self.spans.tracks_attention()  # a captured step is one that does or does not
         out, _ = decode(
             query,
             self._batch(forward_batch),

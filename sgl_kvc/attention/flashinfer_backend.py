@@ -128,10 +128,15 @@ class FlashInferAttentionBackend(KvcAttentionBackend):
         super().init_forward_metadata_out_graph(forward_batch, in_capture)
         self._plan_decode(forward_batch, self._batch(forward_batch))
 
+    def decodes_in_triton(self) -> bool:
+        """FlashInfer's kernels do not tell the log-sum-exp that the metric needs."""
+        return self.kernels is None or self.spans.tracks_attention()
+
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Buffers for all batch sizes that will be captured, the largest's."""
-        if self.kernels is None:
+        if self.kernels is None or self.pool.metric_at_start:
             super().init_cuda_graph_state(max_bs, max_num_tokens)
+        if self.kernels is None:
             return
         self._by_batch, self._captured = {}, max_bs
         self._buffers = self._new_buffers(max_bs)
@@ -170,7 +175,7 @@ class FlashInferAttentionBackend(KvcAttentionBackend):
         """Say what a step is about; one of no requests (an idle rank's) is Triton's: nothing."""
         self._decode = None
         requests, page_size = forward_batch.batch_size, self.cache.page_size
-        if self.kernels is None or not requests:
+        if self.decodes_in_triton() or self.kernels is None or not requests:
             return
         decode = self._decode_of(requests)
         pages = None
@@ -182,7 +187,7 @@ class FlashInferAttentionBackend(KvcAttentionBackend):
     def attend_decode(
         self, query: torch.Tensor, layer: RadixAttention, forward_batch: ForwardBatch
     ) -> torch.Tensor:
-        if self._decode is None or self.spans.tracks_attention():
+        if self._decode is None or self.decodes_in_triton():
             return super().attend_decode(query, layer, forward_batch)
         return self._decode.run(layer.layer_id - self.pool.start_layer, query)
 

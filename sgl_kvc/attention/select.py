@@ -27,6 +27,14 @@ VARIABLE = "SGL_KVC_DECODE"
 FASTEST: dict[tuple[int, int], str] = {}
 
 
+def decode_kernel() -> str:
+    """What decodes on this GPU: what `--kvc-decode` asks for, or by "auto" the fastest known."""
+    chosen = os.environ.get(VARIABLE, "auto")
+    if chosen != "auto":
+        return chosen
+    return FASTEST.get(torch.cuda.get_device_capability(), "triton")
+
+
 def _own(model_runner: ModelRunner, _decode: str) -> KvcAttentionBackend:
     """Our kernels alone: torch's on a CPU, Triton's on a GPU or in its interpreter."""
     from sgl_kvc.attention.backend import KvcAttentionBackend
@@ -69,7 +77,7 @@ def create(model_runner: ModelRunner) -> KvcAttentionBackend:
     if chosen != "auto":
         decode, (make, where) = chosen, _BACKENDS[chosen]
     elif on_gpu:
-        decode = FASTEST.get(torch.cuda.get_device_capability(), "triton")
+        decode = decode_kernel()
         make, where = _flashinfer, "gpu"
     else:
         decode = "triton" if interpreted() else "torch"

@@ -118,7 +118,7 @@ def _blocks_again(cache: PrefixCache, req: Req, *, once: bool) -> int | None:
 def _look_ahead(cache: PrefixCache, reqs: Sequence[Req], promised: int) -> None:
     """Count attention from now on in requests that may have to be compressed again soon.
 
-    Not before: it slows decode down, and on a GPU keeps it out of CUDA graphs.
+    Not before: it slows decode down, on a GPU by a second pass over what is held.
     """
     wait = [
         req for req in reqs

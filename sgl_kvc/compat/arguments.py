@@ -41,20 +41,30 @@ def take_keys(args: Any) -> None:
 def add_arguments(_result: Any, parser) -> None:
     """``ServerArgs.add_cli_args``: our own options."""
     from sgl_kvc.attention.select import CHOICES
+    from sgl_kvc.pool import metric
 
     parser.add_argument(
         "--kvc-decode",
         choices=CHOICES,
         help="decode kernel of --attention-backend kvc (docs/gpu.md)",
     )
+    parser.add_argument(
+        "--kvc-recompress",
+        choices=metric.CHOICES,
+        help="on a GPU: whether memory is set aside for recompress_every (on by default; "
+        "docs/gpu.md)",
+    )
 
 
 def take_arguments(_cls, args) -> None:
     """``ServerArgs.from_cli_args``: they travel to SGLang's processes in the environment."""
-    from sgl_kvc.attention.select import VARIABLE
+    from sgl_kvc.attention import select
+    from sgl_kvc.pool import metric
 
     if getattr(args, "kvc_decode", None):
-        os.environ[VARIABLE] = args.kvc_decode
+        os.environ[select.VARIABLE] = args.kvc_decode
+    if getattr(args, "kvc_recompress", None):
+        os.environ[metric.VARIABLE] = args.kvc_recompress
 
 
 _ARGUMENTS = "sglang.srt.server_args.ServerArgs"

@@ -52,14 +52,6 @@ def never_fuse_store(original, forward_batch) -> bool:
     return not serving_with_kvc() and original(forward_batch)
 
 
-def eager_while_tracking(original, runner, forward_batch) -> bool:
-    """``DecodeCudaGraphRunner.can_run_graph``: captured steps do not add to the metric."""
-    spans = getattr(runner.model_runner.token_to_kv_pool, "spans", None)
-    if spans is not None and spans.tracks_attention():
-        return False
-    return original(runner, forward_batch)
-
-
 def support_triton(original, backend: str) -> bool:
     """``support_triton``: there is no Triton on a CPU."""
     return torch.cuda.is_available() and original(backend)
@@ -83,14 +75,6 @@ HOOKS = (
         "AROUND",
         never_fuse_store,
         "some models write bf16 KVs into get_key_buffer() themselves, as [slots, H, D]",
-        gpu=True,
-    ),
-    Hook(
-        "sglang.srt.model_executor.runner.decode_cuda_graph_runner"
-        ".DecodeCudaGraphRunner.can_run_graph",
-        "AROUND",
-        eager_while_tracking,
-        "compression that goes on in decode needs another pass over the keys",
         gpu=True,
     ),
 )

@@ -7,17 +7,18 @@ from sgl_kvc.compat.uses import Uses
 SERVER = (
     Uses(
         "sglang.srt.server_args.ServerArgs",
-        "admin_api_key api_key attention_backend attn_cp_size cuda_graph_backend_prefill "
-        "cuda_graph_config dcp_size decode_attention_backend device disable_radix_cache "
+        "_cuda_graph_config_locked _generate_decode_cuda_graph_batch_sizes(max_bs) admin_api_key "
+        "api_key attention_backend attn_cp_size cuda_graph_backend_prefill cuda_graph_config "
+        "dcp_size decode_attention_backend device disable_cuda_graph_padding disable_radix_cache "
         "disaggregation_mode dllm_algorithm dtype enable_dp_attention enable_flexkv "
         "enable_hierarchical_cache enable_hisparse enable_lmcache enable_lora enable_mis "
         "enable_page_major_kv_layout enable_pdmux enable_prefill_cp enable_session_radix_cache "
         "enable_streaming_session enable_torch_compile enable_two_batch_overlap "
         "enable_unified_memory get_attention_backends get_model_config kv_cache_dtype kv_canary "
-        "lora_paths model_path page_size pp_size prefill_attention_backend "
+        "lora_paths max_running_requests model_path page_size pp_size prefill_attention_backend "
         "prefill_only_disable_kv_cache quantization_param_path radix_cache_backend revision "
         "sampling_backend skip_tokenizer_init sleep_on_idle speculative_algorithm tokenizer_mode "
-        "tokenizer_path trust_remote_code",
+        "tokenizer_path tp_size trust_remote_code",
         "options that are implied, read or refused",
     ),
     Uses("sglang.srt.server_args", "add_attention_backend_choices(choices)",

@@ -116,8 +116,9 @@ _ATTENTION = (
     Uses("sglang.srt.configs.model_config.AttentionArch", "MHA", "which models are refused"),
     Uses(
         "sglang.srt.configs.model_config.ModelConfig",
-        "attention_arch context_len get_total_num_kv_heads head_dim hf_config hf_text_config "
-        "is_generation is_hybrid_swa v_head_dim vocab_size",
+        "attention_arch context_len get_num_attention_heads(tensor_parallel_size) "
+        "get_num_kv_heads(tensor_parallel_size) get_total_num_kv_heads head_dim hf_config "
+        "hf_text_config is_generation is_hybrid_swa v_head_dim vocab_size",
         "which models are refused, and their heads",
     ),
     Uses(
@@ -175,8 +176,9 @@ _SCHEDULER = (
     ),
     Uses(
         "sglang.srt.mem_cache.kv_cache_configurator.KVCacheConfigurator",
-        "_build_mha_kv_pool(mha_pool_class) kv_cache_dtype model_config",
-        "the pool is ours",
+        "_build_mha_kv_pool(mha_pool_class) _profile_available_bytes(pre_model_load_memory) gpu_id "
+        "kv_cache_dtype layer_info model_config page_size ps server_args",
+        "the pool is ours, and leaves room for decode's buffers",
     ),
     Uses(
         "sglang.srt.sampling.sampling_params.SamplingParams",
@@ -192,8 +194,9 @@ _SCHEDULER = (
     ),
     Uses(
         "sglang.srt.model_executor.runner.decode_cuda_graph_runner.DecodeCudaGraphRunner",
-        "can_run_graph(forward_batch) model_runner",
-        "compression in decode runs without graphs",
+        "_resolve_lora_variant(forward_batch) can_run_graph(forward_batch) "
+        "capture_one_shape(size,forward,stream_idx,variant_label) model_runner",
+        "a captured step has a variant that adds to the metric",
         gpu=True,
     ),
 )

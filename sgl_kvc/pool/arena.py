@@ -20,6 +20,7 @@ from sglang.srt.mem_cache.memory_pool import MHATokenToKVPool, ReqToTokenPool
 
 from sgl_kvc.policy.facts import ModelFacts
 from sgl_kvc.policy.kvs import PromptKVs
+from sgl_kvc.pool.metric import made_at_start
 from sgl_kvc.pool.spans import SpanTable
 
 
@@ -35,10 +36,12 @@ class ArenaKVPool(MHATokenToKVPool):
     requests : those that hold memory, by SGLang's request id: the radix cache's
         `sgl_kvc.cache.request.Request`, which attention asks for by the ids of a batch.
     facts : about the model, for the policies; set by the attention backend.
+    metric_at_start : whether `metric` is there from the beginning, for captured decode steps.
     """
 
     spans: SpanTable
     cache: KVCache
+    metric_at_start: bool
 
     def __init__(self, *args, kv_cache_layout: str | None = None, **kwargs):
         super().__init__(*args, kv_cache_layout="head_pages", **kwargs)
@@ -69,7 +72,8 @@ class ArenaKVPool(MHATokenToKVPool):
     def metric(self) -> torch.Tensor:
         """float32 [num_blocks, L, H, P]: what each KV counts for when decode compresses again.
 
-        Made by the first request that asks for it; 4 bytes a KV of a head.
+        Made with the pool on a GPU (`sgl_kvc.pool.metric`), else by the first request that needs
+        it; 4 bytes a KV of a head.
         """
         return torch.zeros(self.arena_k.shape[:-1], device=self.arena_k.device)
 
@@ -100,6 +104,9 @@ class ArenaKVPool(MHATokenToKVPool):
         self.flat_v = self.arena_v.view(self.dtype).view(-1, self.page_size, self.v_head_dim)
         self.k_buffer = list(self.arena_k.unbind(1))
         self.v_buffer = list(self.arena_v.unbind(1))
+        self.metric_at_start = self.arena_k.is_cuda and made_at_start()
+        if self.metric_at_start:
+            _ = self.metric
 
     def _store_kv_layer(
         self, layer_idx: int, loc: torch.Tensor, cache_k: torch.Tensor, cache_v: torch.Tensor

@@ -5,7 +5,9 @@ They are derived: `SpanTable.install` writes what a `Segment` says, and nobody r
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+from collections.abc import Iterator
 from dataclasses import fields
 
 import torch
@@ -39,6 +41,7 @@ class SpanTable:
         # On the host, so that nothing has to ask the device.
         self._segments: dict[int, Segment] = {}
         self._tracked: dict[int, int] = {}
+        self._whatever = False
 
     def install(self, row: int, segment: Segment) -> None:
         """Have `row` read `segment`, behind the canonical blocks before ``segment.begin``."""
@@ -65,7 +68,18 @@ class SpanTable:
 
     def tracks_attention(self, row: int | None = None) -> bool:
         """Whether decode adds to the metric of `row`'s KVs, or of any row's."""
-        return row in self._tracked if row is not None else bool(self._tracked)
+        if row is not None:
+            return row in self._tracked
+        return self._whatever or bool(self._tracked)
+
+    @contextlib.contextmanager
+    def tracking_whatever_is(self) -> Iterator[None]:
+        """A step in here is one that adds to the metric of the rows that will be tracked then."""
+        self._whatever = True
+        try:
+            yield
+        finally:
+            self._whatever = False
 
     def clear(self, row: int) -> None:
         """Make `row` uncompressed again."""

@@ -12,7 +12,9 @@ import sys
 import pytest
 import torch
 
-from bench.gpu import report
+from bench.gpu import bandwidth, report, served
+from bench.gpu.batches import shares
+from bench.gpu.cases import Case
 from bench.gpu.records import Records, Skipped
 
 
@@ -23,11 +25,14 @@ def test_kernels_and_bandwidth(tmp_path):
     for part in ("kernels", "bandwidth"):
         records = json.loads((tmp_path / f"{part}.json").read_text())["records"]
         for record in records:
-            unmeasured = record["name"] in ("no sync", "graph", "flashinfer")
+            dense = record.get("backend") in ("fa3", "flashinfer")
+            unmeasured = record["name"] in ("no sync", "graph") or dense
             assert record["status"] == "ok" or (unmeasured and record["status"] == "skipped")
         assert sum(record["status"] == "ok" for record in records) > 10
     page = (tmp_path / "report.md").read_text()
     assert "| decode |" in page
+    for what in ("ours, sigma 0 ", "ours, sigma 1.2, 8 bits", "compact, of the copy"):
+        assert f"| {what}" in page
     assert (tmp_path / "bandwidth.png").stat().st_size > 1000
 
 
@@ -56,6 +61,48 @@ def test_what_differs_fails(value):
     assert not distance(got, expected, 1e-5)[1]
     both = torch.full((2,), float("-inf"))
     assert distance(both, both.clone(), 1e-5) == (0.0, True)
+
+
+def test_the_report_of_bandwidth(tmp_path):
+    """Shares are of the copy that was measured beside."""
+    records = Records(tmp_path, "bandwidth", {})
+    records.add("copy", status="ok", bytes=1, gb_per_s=4000.0)
+    step = {"status": "ok", "requests": 64, "kvs": 750, "ms": 2.0}
+    for backend, bits, sigma, speed in (
+        ("triton", 16, 1.2, 3600.0), ("triton", 8, 0.0, 3000.0), ("fa3", 16, None, 3400.0),
+    ):
+        found = step | {"backend": backend, "bits": bits, "gb_per_s": speed}
+        records.add("decode step", **found, **({} if sigma is None else {"sigma": sigma}))
+    part = {"ms": 1.0, "host_ms": 0.5, "gb_per_s": 2000.0}
+    records.add("compression", status="ok", prompts=4, tokens=2000, rate=8, ms=4.0,
+                score=part, select=part | {"ms": 2.0}, compact=part)  # fmt: skip
+    page = report.write(tmp_path).read_text()
+    assert "| ours, sigma 1.2 | ours, sigma 0, 8 bits | fa3, dense |" in page
+    assert "| 64 | 750 | 90% | 75% | 85% |" in page
+    assert "| 4 | 2000 | 8 | 4.00 | 1.00 (25%) | 2.00 (50%) | 1.00 (25%) | 50% | 50% |" in page
+
+
+def test_what_a_compression_is_timed_on(device, monkeypatch):
+    """The product's functions: what is copied is what a prompt of these KVs would keep."""
+    if device == "cuda":
+        dtype = torch.bfloat16
+    else:
+        dtype = torch.float16
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    given = served.Prompts.make(Case(bandwidth.SMOKE, dtype, device), 2, 64, 4)
+    scored = given.score(given.begin())
+    assert all(scores.complete for scores in scored)
+    chosen = scored[1].select()
+    assert len(chosen.positions) == given.target[1].numel() * int(chosen.pages.numel()) * 8
+    assert given.target.numel() == 2 * 64 // 8 // 4
+
+
+def test_heads_are_as_unequal_as_asked():
+    torch.manual_seed(0)
+    equal, unequal = shares(4096, 256, 0.0), shares(256 * 1000, 256, 1.2)
+    assert equal.unique().tolist() == [16]
+    assert unequal.sum() == 256 * 1000
+    assert unequal.double().log().std() == pytest.approx(1.2, rel=0.1)
 
 
 def test_the_report_of_serving(tmp_path):

@@ -1,4 +1,7 @@
-"""Memory of FlashInfer's decode kernels (`gpu.flashinfer_decode`), as FlashInfer 0.6.15 uses it."""
+"""Memory of decode for batches that are captured, and how many requests it can be for.
+
+Of FlashInfer's kernels (`gpu.flashinfer_decode`) as FlashInfer 0.6.15 uses it.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,13 @@ import functools
 import torch
 
 from kvc_kernels.cache import KVCache
+from kvc_kernels.gpu.schedule import schedule_sizes
+from kvc_kernels.gpu.second_pass import second_pass_sizes
 
 #: What FlashInfer's wrappers make themselves for plans.
 _PLAN_BYTES = 8 << 20
+#: More programs than any GPU holds of a kernel on one processor.
+_MOST_PROGRAMS = 32
 
 
 def workspace_bytes(backend: str, rows: int, group: int, head_dim: int, processors: int) -> int:
@@ -28,6 +35,43 @@ def workspace_bytes(backend: str, rows: int, group: int, head_dim: int, processo
     tile = 16 if group <= 16 else 64 if group <= 64 or head_dim >= 256 else 128
     tiles = max(2 * processors, -(-rows * group // tile) + rows - 1)
     return group * tiles * tile * (head_dim + 1) * 4 + 2 * 16  # both are aligned
+
+
+def most_requests(backend: str, heads: int, tokens: int) -> int:
+    """Requests of `heads` KV heads and up to `tokens` tokens that a backend can address."""
+    return ((1 << 32) - 1) // (heads * tokens) if backend == "fa2" else 1 << 31
+
+
+def decode_bytes(
+    backend: str,
+    *,
+    requests: int,
+    layers: int,
+    heads: int,
+    group: int,
+    head_dim: int,
+    page_size: int,
+    tokens: int,
+    processors: int,
+) -> int:
+    """Bytes of device memory that decode keeps for captured batches of up to `requests`.
+
+    Parameters
+    ----------
+    backend : "triton", "fa2", "xqa" or "trtllm". The latter three have the schedule of Triton's
+        beside their own buffers, for steps that add to the metric.
+    tokens : that a row has room for. processors : of the GPU.
+    """
+    pages = -(-tokens // page_size)
+    programs = _MOST_PROGRAMS * processors
+    taken = 4 * sum(schedule_sizes(layers, heads, requests, pages, programs))
+    taken += 4 * sum(second_pass_sizes(layers, heads, requests, programs))
+    if backend != "triton":
+        rows = requests * heads
+        taken += 4 * (rows * (pages + 4) + 2)  # table, length, begin, indptr, last_page
+        taken += workspace_bytes(backend, rows, group, head_dim, processors)
+        taken += _PLAN_BYTES if backend == "fa2" else 0
+    return taken
 
 
 class DecodeBuffers:
@@ -53,7 +97,7 @@ class DecodeBuffers:
     ):
         device = cache.arena_k.device
         self.rows, self.max_pages = requests * cache.heads, max_pages
-        if backend == "fa2" and self.rows * max_pages * cache.page_size >= 1 << 32:
+        if requests > most_requests(backend, cache.heads, max_pages * cache.page_size):
             raise ValueError("fa2 counts tokens in 32 bits: batch * heads * max_pages * P")
         new = functools.partial(torch.zeros, dtype=torch.int32, device=device)
         self.table, self.length = new(self.rows, max_pages), new(self.rows)

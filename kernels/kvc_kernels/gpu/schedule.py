@@ -24,7 +24,7 @@ ROW_COST = 1
 #: Tiles and beginnings that a stretch has at least: what is cut has to be merged.
 LEAST = 4
 #: Rows of the line, cuts or blocks of a request that a program takes at a time.
-_AT_ONCE = 1024
+AT_ONCE = 1024
 
 
 @triton.jit
@@ -100,7 +100,7 @@ def stretches_of(total, programs, LEAST: tl.constexpr):
 
 
 @triton.jit
-def _cut(
+def cut_line(
     starts, cuts, layer, rows, total, programs,
     COST: tl.constexpr, LEAST: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
@@ -141,7 +141,7 @@ def _schedule(
             HEADS, PER_BLOCK, P, TILE, COST, AT_ONCE,
         )  # fmt: skip
         tl.debug_barrier()  # other threads read what these have written
-        _cut(starts, cuts, pid, rows, total, programs, COST, LEAST, AT_ONCE)
+        cut_line(starts, cuts, pid, rows, total, programs, COST, LEAST, AT_ONCE)
     else:
         _blocks(
             req_to_token, request, seq_len, blocks, pid - LAYERS, context, width, P, AT_ONCE
@@ -217,15 +217,9 @@ class Schedule:
     @classmethod
     def allocate(cls, cache: KVCache, requests: int, programs: int, tile: int) -> Schedule:
         """Room for `requests` requests of `cache`."""
-        device, rows = cache.arena_k.device, requests * cache.heads
-        sizes = (
-            cache.layers * rows * 8,
-            requests * width(cache),
-            cache.layers * (rows + 1),
-            cache.layers * (programs + 1) * 2,
-        )
+        sizes = schedule_sizes(cache.layers, cache.heads, requests, width(cache), programs)
         heads, blocks, starts, cuts = (
-            torch.empty(size, dtype=torch.int32, device=device) for size in sizes
+            torch.empty(size, dtype=torch.int32, device=cache.arena_k.device) for size in sizes
         )
         return cls(heads, blocks, starts, cuts, programs, tile)
 
@@ -245,9 +239,17 @@ class Schedule:
             *tables(batch), self.heads, self.blocks, self.starts, self.cuts,
             rows, cache.req_to_token.shape[1], width(cache), self.programs,
             LAYERS=cache.layers, HEADS=cache.heads, PER_BLOCK=cache.layers * cache.heads,
-            P=cache.page_size, TILE=self.tile, COST=ROW_COST, LEAST=LEAST, AT_ONCE=_AT_ONCE,
+            P=cache.page_size, TILE=self.tile, COST=ROW_COST, LEAST=LEAST, AT_ONCE=AT_ONCE,
             num_warps=8,
         )  # fmt: skip
+
+
+def schedule_sizes(
+    layers: int, heads: int, requests: int, width: int, programs: int
+) -> tuple[int, int, int, int]:
+    """Numbers of int32 in a schedule's heads, blocks, starts and cuts; `width` blocks a row."""
+    rows = requests * heads
+    return layers * rows * 8, requests * width, layers * (rows + 1), layers * (programs + 1) * 2
 
 
 def schedule_of(batch: Batch) -> Schedule | None:

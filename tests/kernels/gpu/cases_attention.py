@@ -10,6 +10,7 @@ from kvc_kernels.gpu.decode import _decode, _merge, constants_of, tile_of
 from kvc_kernels.gpu.extend import _extend
 from kvc_kernels.gpu.metric import _accumulate
 from kvc_kernels.gpu.schedule import LEAST, ROW_COST, _schedule
+from kvc_kernels.gpu.second_pass import _second_pass
 
 #: Query and cache type, head dim, page size, query group.
 SHAPES = [
@@ -62,7 +63,7 @@ def cases(architecture: int) -> Iterator[tuple]:
                 f"metric {name}", _accumulate,
                 {
                     "query": f"*{q}", "arena_k": f"*{kv}", "lse": "*fp32", "metric": "*fp32",
-                    "tracked": "*i32", "request": "*i64", **SCHEDULE, **SCHEDULED,
+                    "members": "*i32", "requests": "i32", **SCHEDULE, **SCHEDULED,
                 },
                 {**same, "GROUP_PAD": 16, "TILE": tile_of(cache(kv, dim, page)),
                  "INTERPRETED": False},
@@ -76,6 +77,15 @@ def cases(architecture: int) -> Iterator[tuple]:
         },
         {"GROUP": 4, "DV": 96, "DV_PAD": 128, "COST": ROW_COST, "LEAST": LEAST, "AT_ONCE": 16},
         num_warps=1,
+    )  # fmt: skip
+    yield case(
+        "second pass", _second_pass,
+        {
+            "tracked": "*i32", "request": "*i64", "heads": "*i32", "members": "*i32", **line,
+            "requests": "i32", "programs": "i32",
+        },
+        {"HEADS": HEADS, "P": 16, "TILE": 32, "COST": ROW_COST, "LEAST": LEAST, "AT_ONCE": 1024},
+        num_warps=8,
     )  # fmt: skip
     yield case(
         "schedule", _schedule,

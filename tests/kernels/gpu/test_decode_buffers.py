@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import pytest
 import torch
-from kvc_kernels.gpu.decode_buffers import DecodeBuffers, workspace_bytes
+from kvc_kernels.gpu.decode_buffers import DecodeBuffers, decode_bytes, workspace_bytes
 from kvc_kernels.gpu.flashinfer_decode import PagedDecode
+from kvc_kernels.gpu.schedule import Schedule
+from kvc_kernels.gpu.second_pass import SecondPass
 
 from tests.kernels.batches import HEADS
 from tests.kernels.gpu.test_flashinfer import DIM, bounds, check_decode, drawn
@@ -42,3 +44,28 @@ def test_workspace_is_what_the_kernel_takes(rows, group, dim, processors, tiles,
     wanted = group * tiles * tile * dim * 4 + group * tiles * tile * 4
     assert 0 <= workspace_bytes("fa2", rows, group, dim, processors) - wanted <= 32
     assert workspace_bytes("xqa", rows, group, dim, processors) == 128 << 20
+
+
+@pytest.mark.parametrize("backend", ["triton", "fa2", "xqa"])
+def test_what_is_set_aside_is_what_is_allocated(backend, device, monkeypatch):
+    """A CPU stands for a device of two processors, so that the cuts are counted."""
+    monkeypatch.setattr("kvc_kernels.gpu.decode_buffers._MOST_PROGRAMS", 7)
+    cache, requests = drawn("all spans", torch.float16).on(device).cache, 3
+    processors = 2
+    if device == "cuda":
+        processors = torch.cuda.get_device_properties(device).multi_processor_count
+    programs, tokens = 7 * processors, cache.req_to_token.shape[1]
+    made = Schedule.allocate(cache, requests, programs, 16)
+    second = SecondPass.allocate(cache, requests, programs)
+    tensors = [made.heads, made.blocks, made.starts, made.cuts]
+    tensors += [second.members, second.starts, second.cuts]
+    if backend != "triton":
+        pages = -(-tokens // cache.page_size)
+        buffers = DecodeBuffers(backend, cache, requests, HEADS * 2, pages)
+        tensors += [x for x in vars(buffers).values() if isinstance(x, torch.Tensor)]
+    taken = sum(each.nbytes for each in tensors)
+    asked = decode_bytes(
+        backend, requests=requests, layers=cache.layers, heads=HEADS, group=2, head_dim=DIM,
+        page_size=cache.page_size, tokens=tokens, processors=processors,
+    )  # fmt: skip
+    assert abs(asked - taken) <= 64

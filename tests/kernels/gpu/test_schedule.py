@@ -78,7 +78,7 @@ def test_a_head_that_many_programs_share(programs, device):
 
 
 def test_more_rows_than_are_counted_at_a_time(device, monkeypatch):
-    monkeypatch.setattr("kvc_kernels.gpu.schedule._AT_ONCE", 4)
+    monkeypatch.setattr("kvc_kernels.gpu.schedule.AT_ONCE", 4)
     drawn = build(RAGGED["all spans"])
     query = torch.randn(len(drawn.keys), HEADS, 16)
     batch = scheduled(drawn, query, device, 6)
