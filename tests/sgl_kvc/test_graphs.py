@@ -1,4 +1,4 @@
-"""Decode in CUDA graphs: how many requests, the metric in captured steps, the memory for both.
+"""Decode in CUDA graphs: which step a batch replays, and what one with a metric does.
 
 There is no GPU: what is captured is called, after all that changes between a capture and a replay
 has changed.
@@ -6,25 +6,21 @@ has changed.
 
 from __future__ import annotations
 
+import argparse
 import functools
-import json
 from types import SimpleNamespace
 
 import pytest
 import torch
-from kvc_kernels.gpu.decode_buffers import decode_bytes
-from sglang.srt.configs.model_config import ModelConfig
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
-from sglang.srt.model_executor.pool_configurator import DefaultPoolConfigurator
+from sglang.srt.model_executor.runner.decode_cuda_graph_runner import DecodeCudaGraphRunner
 from sglang.srt.model_executor.runner.shape_key import ShapeKey
-from sglang.srt.server_args import ServerArgs
 
 from sgl_kvc.attention.backend import KvcAttentionBackend
 from sgl_kvc.attention.flashinfer_backend import FlashInferAttentionBackend
-from sgl_kvc.compat import graphs
-from sgl_kvc.pool.metric import VARIABLE
-from tests import tiny_models
+from sgl_kvc.compat import arguments, graphs
+from sgl_kvc.pool.metric import VARIABLE, made_at_start
 from tests.sgl_kvc import fake_gpu
 from tests.sgl_kvc.test_flashinfer_backend import (
     DIM,
@@ -40,80 +36,6 @@ from tests.sgl_kvc.test_flashinfer_backend import (
 __all__ = ["runner"]  # a fixture
 WIDTHS = (HEADS * GROUP * DIM, HEADS * DIM, HEADS * DIM)
 LENS = {1: (81, 1), 2: (32, 1)}
-SIZES = ServerArgs._generate_decode_cuda_graph_batch_sizes
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory) -> str:
-    return str(tiny_models.write(tmp_path_factory.mktemp("llama")))
-
-
-# ------------------------------------------------------------------------------ how many requests
-
-
-def parsed(model: str, backend: str = "kvc", **options) -> ServerArgs:
-    """Arguments as they are when SGLang has read what the operator said of graphs."""
-    args = ServerArgs(model_path=model, device="cpu", attention_backend=backend, **options)
-    args._declarations_materialized = False  # they may be resolved again
-    args.cuda_graph_config = None
-    args._parse_cuda_graph_config()
-    return args
-
-
-def resolved(model: str, gpu_mib: int, monkeypatch, **options) -> ServerArgs:
-    """Arguments after SGLang has sized what depends on a GPU's memory, which is not there."""
-    args, original = parsed(model, **options), SIZES
-    with monkeypatch.context() as patch:
-        patch.setattr(
-            ServerArgs, original.__name__, lambda *given: graphs.larger_batches(original, *given)
-        )
-        args.device, args.mem_fraction_static, args.chunked_prefill_size = "cuda", None, None
-        args._handle_gpu_memory_settings(gpu_mib)
-    return args
-
-
-@pytest.mark.parametrize(
-    ("gpu_gib", "options", "most"),
-    [
-        (80, {}, 1024),
-        (140, {"tp_size": 4}, 1024),
-        (24, {}, 96),
-        (80, {"cuda_graph_max_bs_decode": 64}, 64),
-        (80, {"cuda_graph_max_bs_decode": 256}, 256),
-        (80, {"cuda_graph_bs_decode": [1, 2, 300]}, 300),
-        (80, {"max_running_requests": 600}, 600),
-        (80, {"max_running_requests": 100}, 256),  # SGLang's own
-        (80, {"disable_cuda_graph_padding": True}, 256),
-    ],
-    ids=str,
-)
-def test_decode_is_captured_for_large_batches_unless_the_operator_says_otherwise(
-    model, monkeypatch, gpu_gib, options, most
-):
-    args = resolved(model, gpu_gib << 10, monkeypatch, **options)
-    decode = args.cuda_graph_config.decode
-    assert decode.max_bs == max(decode.bs) == most
-
-
-def test_another_attention_backend_keeps_sglangs_sizes(model):
-    assert max(graphs.larger_batches(SIZES, parsed(model, "torch_native"), 256)) == 256
-
-
-def test_sglang_leaves_memory_for_larger_graphs(model, monkeypatch):
-    """Of 80 GiB what it reckons for 768 more requests, 2 MiB each."""
-    of_1024 = resolved(model, 80 << 10, monkeypatch)
-    of_256 = resolved(model, 80 << 10, monkeypatch, cuda_graph_max_bs_decode=256)
-    less = of_256.mem_fraction_static - of_1024.mem_fraction_static
-    assert less == pytest.approx(768 * 2 / (80 << 10), abs=0.0011)
-
-
-def test_fa2_counts_tokens_in_32_bits(model, monkeypatch):
-    """4 heads of two million tokens: no more requests than it can tell apart."""
-    context = {"max_position_embeddings": 1 << 21}
-    args = parsed(model, context_length=1 << 21, json_model_override_args=json.dumps(context))
-    for kernel, most in (("triton", 1024), ("fa2", 511), ("auto", 511)):
-        monkeypatch.setenv("SGL_KVC_DECODE", kernel)
-        assert max(graphs.larger_batches(SIZES, args, 256)) == most
 
 
 # ------------------------------------------------------------------- what decides is read: no GPU
@@ -150,6 +72,46 @@ def test_a_step_with_the_metric_is_captured_and_replayed(gpu_pool, gpu_rows):
     assert decide(gpu_pool, keys) == (True, "metric")
     gpu_pool.spans.clear(1)
     assert decide(gpu_pool, keys) == (True, None)
+
+
+def test_sglang_finds_a_step_by_its_variant(gpu_pool, gpu_rows, monkeypatch):
+    """Its own `can_run_graph`, of a runner that has captured nothing but what is listed."""
+    gpu_pool.bind(gpu_rows)
+    captured = [ShapeKey(4)]
+    for name, hook in (
+        ("_resolve_lora_variant", graphs.variant_of), ("can_run_graph", graphs.can_run_graph),
+    ):  # fmt: skip
+        hooked = functools.partial(hook, getattr(DecodeCudaGraphRunner, name))
+        monkeypatch.setattr(DecodeCudaGraphRunner, name, functools.partialmethod(_call, hooked))
+    off = ("ragged_verify_mode require_mlp_tp_gather enable_pdmux require_mlp_sync "
+           "is_encoder_decoder enable_two_batch_overlap")  # fmt: skip
+    runner = object.__new__(DecodeCudaGraphRunner)
+    vars(runner).update(dict.fromkeys(off.split(), False), disable_padding=True)
+    runner.backend = SimpleNamespace(can_run=lambda _, key: key in captured)
+    algorithm = SimpleNamespace(is_ngram=lambda: False)
+    runner.model_runner = SimpleNamespace(token_to_kv_pool=gpu_pool, spec_algorithm=algorithm)
+    four = SimpleNamespace(replace_embeds=None, spec_info=None, batch_size=4)
+    assert runner.can_run_graph(four)
+    gpu_pool.spans.track(1, 2)
+    assert not runner.can_run_graph(four)
+    captured.append(ShapeKey(4, None, "metric"))
+    assert runner.can_run_graph(four)
+
+
+def _call(runner, hooked, *arguments):
+    """As SGLang calls what a hook is around."""
+    return hooked(runner, *arguments)
+
+
+def test_the_option_travels_to_sglangs_processes(monkeypatch):
+    parser = argparse.ArgumentParser()
+    arguments.add_arguments(None, parser)
+    monkeypatch.delenv(VARIABLE, raising=False)
+    arguments.take_arguments(None, parser.parse_args([]))
+    assert made_at_start()
+    monkeypatch.setenv(VARIABLE, "on")  # put back afterwards
+    arguments.take_arguments(None, parser.parse_args(["--kvc-recompress", "off"]))
+    assert not made_at_start()
 
 
 def test_without_memory_for_the_metric_such_a_batch_runs_eagerly(gpu, monkeypatch, gpu_rows):
@@ -240,48 +202,3 @@ def test_a_step_without_the_metric_leaves_it_alone(runner):
     backend.init_forward_metadata_out_graph(given, in_capture=True)
     step(backend, given)
     assert "metric" not in vars(backend.pool)
-
-
-# ----------------------------------------------------------------------------------------- memory
-
-
-@pytest.fixture
-def configurator(model, monkeypatch) -> SimpleNamespace:
-    """What SGLang sizes a pool from, on an H100 that is not there."""
-    monkeypatch.setattr(graphs, "serving_with_kvc", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
-    properties = SimpleNamespace(multi_processor_count=132)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: properties)
-    return SimpleNamespace(
-        server_args=resolved(model, 80 << 10, monkeypatch),
-        model_config=ModelConfig(model),
-        layer_info=SimpleNamespace(num_effective_layers=4),
-        ps=SimpleNamespace(attn_tp_size=1),
-        page_size=16,
-        gpu_id=0,
-    )
-
-
-@pytest.mark.parametrize("kernel", ["auto", "fa2"])
-def test_the_pool_leaves_room_for_decode(configurator, monkeypatch, kernel):
-    monkeypatch.setenv("SGL_KVC_DECODE", kernel)
-    left = graphs.without_decode_buffers(lambda *_: 10 << 30, configurator, 0)
-    expected = decode_bytes(
-        "triton" if kernel == "auto" else kernel, requests=1024, layers=4, heads=4, group=2,
-        head_dim=32, page_size=16, tokens=tiny_models.CONTEXT + 16, processors=132,
-    )  # fmt: skip
-    assert (10 << 30) - left == expected
-    configurator.server_args.max_running_requests = 64
-    assert graphs.without_decode_buffers(lambda *_: 10 << 30, configurator, 0) > left
-    configurator.server_args.cuda_graph_config.decode.backend = "disabled"
-    assert graphs.without_decode_buffers(lambda *_: 10 << 30, configurator, 0) == 10 << 30
-
-
-def test_a_token_takes_its_metric_too(configurator, monkeypatch):
-    """Four bytes of every head and layer, beside its keys and values."""
-    configurator.kv_cache_dtype_str, configurator.use_mla_backend = "auto", False
-    kvs = 2 * 4 * 32 * 2 * 4
-    count = functools.partial(graphs.count_metric, lambda *_: kvs, DefaultPoolConfigurator)
-    assert count(configurator, 4) == kvs + 4 * 4 * 4
-    monkeypatch.setenv(VARIABLE, "off")
-    assert count(configurator, 4) == kvs
