@@ -21,7 +21,7 @@ def check(world: World) -> None:
     nodes = list(_below(cache.root_node))
     slots = {node.id: node.value.tolist() for node in nodes}
     blocks = [slot // PAGE for mine in slots.values() for slot in mine[::PAGE]]
-    locks, readers, own_tokens = Counter[int](), Counter[str](), 0
+    locks, readers, own_tokens = Counter[int](), Counter[int](), 0
     rows = world.requests.req_to_token.tolist()
     for req in world.live:
         row, segment = rows[req.req_pool_idx], Request.of(req).segment
@@ -36,7 +36,7 @@ def check(world: World) -> None:
         blocks += [slot // PAGE for slot in own[::PAGE]]
         own_tokens += -(-len(own) // PAGE) * PAGE
         if Request.of(req).stored is not None:
-            readers[Request.of(req).stored.name] += 1
+            readers[Request.of(req).stored.marker] += 1
     for pin in cache.pins._pins.values():
         locks.update(node.id for node in _up_to_root(pin.node))
     blocks += world.allocator.free_pages.tolist()
@@ -48,7 +48,7 @@ def check(world: World) -> None:
     assert (cache.protected_size(), cache.evictable_size()) == (sizes[True], sizes[False])
     free = world.allocator.available_size()
     assert free + sizes[True] + sizes[False] + own_tokens == world.tokens
-    assert {each.name: each.readers for each in cache.segments if each.readers} == readers
+    assert {each.marker: each.readers for each in cache.segments if each.readers} == readers
     holders = Counter[object]()
     for req in world.live:
         holders.update(Request.of(req).block_digests)
