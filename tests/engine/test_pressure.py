@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from concurrent.futures import ThreadPoolExecutor
 
+import pytest
+
 from tests.engine.conftest import prompt
 from tests.servers import Engine, assert_no_leak
 
@@ -55,10 +57,11 @@ def test_with_memory_enough_nothing_is_compressed(server):
     assert (report["rate"], report["on_pressure"], report["skipped"]) == (1, 4, None)
 
 
-def test_long_answers_are_compressed_again_instead_of_retracted(small_server):
+@pytest.mark.parametrize("every", [0, 64])
+def test_long_answers_are_compressed_again_instead_of_retracted(small_server, every):
     """Compressed once, 12 requests of 150 + 400 tokens are more than the pool holds."""
-    knob = {"on_pressure": 4, "recompress_every": 64}
-    answers, _, retracted = crowd(small_server, "again", knob, answer=400)
+    knob = {"on_pressure": 4, "recompress_every": every}
+    answers, _, retracted = crowd(small_server, f"again {every}", knob, answer=400)
     assert [len(answer["output_ids"]) for answer in answers] == [400] * REQUESTS
     assert retracted == 0
     again = [answer["kv_compression"].get("decode", {}).get("recompressed") for answer in answers]

@@ -120,6 +120,8 @@ class Soak:
                 if abort_after is not None and chunks >= abort_after:
                     self.outcomes["aborted by us"] += 1
                     return {}
+        if last["meta_info"]["finish_reason"]["type"] == "abort":
+            return self._refused(str(last["meta_info"]["finish_reason"]))
         self._complete(last, length)
         self.outcomes["complete"] += 1
         return last

@@ -44,6 +44,8 @@ KNOBS = [
     {"rate": 3, "min_tokens": 0, "prefill_block": 4, "policy": "streaming-llm",
      "question_tokens": 30, "prefix_tokens": 8},
 ]
+#: Compressed when memory is short.
+PRESSED = [each for each in KNOBS if each and "on_pressure" in each]
 #: A question apart.
 APART = [each for each in KNOBS if each and "question_tokens" in each]
 #: A chat's next turn.

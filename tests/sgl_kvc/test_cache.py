@@ -18,7 +18,7 @@ from sglang.srt.server_args import ServerArgs, set_global_server_args_for_schedu
 from sgl_kvc.cache.request import Request
 from tests import tiny_models
 from tests.sgl_kvc import ownership, reading
-from tests.sgl_kvc.knobs import APART, KNOBS, TURNS
+from tests.sgl_kvc.knobs import APART, KNOBS, PRESSED, TURNS
 from tests.sgl_kvc.lives import CONTEXT, PAGE, ROWS, World, tokens_of
 from tests.waits import UnwaitingCache
 
@@ -53,7 +53,7 @@ class Lives(RuleBasedStateMachine):
         family=st.integers(0, 1),
         shared=st.integers(1, 60),
         own=st.integers(0, 12),
-        knob=st.sampled_from(KNOBS),
+        knob=st.sampled_from(KNOBS + 3 * PRESSED),  # these need more to happen
         chunk=st.sampled_from([0, 0, 2 * PAGE, 5 * PAGE]),
         keep=st.booleans(),
         other_ends=st.booleans(),
