@@ -199,6 +199,12 @@ _SCHEDULER = (
         "a captured step has a variant that adds to the metric",
         gpu=True,
     ),
+    Uses(
+        "sglang.srt.model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner",
+        "can_run_graph(forward_batch) model_runner",
+        "prompts that are compressed are prefilled without graphs",
+        gpu=True,
+    ),
 )
 
 SYMBOLS = (*_CACHE, *_POOL, *_ATTENTION, *_SCHEDULER, *SERVER, *PLATFORM)
