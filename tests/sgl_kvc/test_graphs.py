@@ -22,18 +22,8 @@ from sgl_kvc.attention.flashinfer_backend import FlashInferAttentionBackend
 from sgl_kvc.compat import arguments, graphs
 from sgl_kvc.pool.metric import VARIABLE, made_at_start
 from tests.sgl_kvc import fake_gpu
-from tests.sgl_kvc.test_flashinfer_backend import (
-    DIM,
-    GROUP,
-    HEADS,
-    LAYER,
-    PAGE,
-    batch,
-    compress,
-    runner,
-)
+from tests.sgl_kvc.runners import DIM, GROUP, HEADS, LAYER, PAGE, batch, compress
 
-__all__ = ["runner"]  # a fixture
 WIDTHS = (HEADS * GROUP * DIM, HEADS * DIM, HEADS * DIM)
 LENS = {1: (81, 1), 2: (32, 1)}
 
