@@ -32,8 +32,12 @@ def _cpu() -> str:
 
 
 def _commit() -> str:
+    """The commit; "-dirty" if any tracked file but recorded results differs from it."""
+    changed = ["diff", "--quiet", "HEAD", "--", ":/", ":!/bench/results"]
+    head = _git("describe", "--always").stdout.strip()
+    return f"{head}-dirty" if head and _git(*changed).returncode else head or "unknown"
+
+
+def _git(*arguments: str) -> subprocess.CompletedProcess[str]:
     root = Path(__file__).parent
-    head = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=root, capture_output=True, text=True
-    )
-    return head.stdout.strip() or "unknown"
+    return subprocess.run(["git", *arguments], cwd=root, capture_output=True, text=True)
