@@ -41,6 +41,11 @@ class Soak:
         self._client, self._gate = client, asyncio.Semaphore(AT_A_TIME)
         self.outcomes = Counter[str]()
 
+    async def crowd(self) -> None:
+        """More than the pool holds once they have been let in: some are retracted."""
+        asked = [prompt(150, seed=f"crowd {i}") for i in range(AT_A_TIME // 2)]
+        await asyncio.gather(*(self._ask(ids, None, 400) for ids in asked))
+
     async def ten(self, number: int) -> None:
         """`TOGETHER` requests."""
         rng = random.Random(number)
@@ -149,6 +154,7 @@ async def soak(url: str) -> Counter[str]:
             for number in left:
                 await requests.ten(number)
 
+        await requests.crowd()
         await asyncio.gather(*(some() for _ in range(AT_A_TIME // 4)))
     return requests.outcomes
 
