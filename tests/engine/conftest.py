@@ -36,6 +36,14 @@ def small_server(tiny_llama) -> Engine:
         yield running
 
 
+@pytest.fixture(scope="session")
+def hasty_server(tiny_llama) -> Engine:
+    """The same, and it lets requests in as if most answers were short: some have to leave again."""
+    args = ("--max-total-tokens", "4096", "--decode-log-interval", "1")
+    with sglang(tiny_llama, *args, "--schedule-conservativeness", "0.1") as running:
+        yield running
+
+
 def prompt(tokens: int, seed: int | str, shared: int = 0) -> list[int]:
     """Random token ids, the first `shared` of them the same for every seed."""
     start = random.Random("shared").choices(range(4, tiny_models.VOCABULARY), k=shared)

@@ -32,9 +32,9 @@ def crowd(
     return answers, max(map(int, together)), len(re.findall(r"[Rr]etract", log))
 
 
-def test_who_waits_is_let_in(small_server):
+def test_who_waits_is_let_in(hasty_server):
     """A pool for 6 uncompressed requests."""
-    answers, together, retracted = crowd(small_server, "pressure", {"on_pressure": 4})
+    answers, together, retracted = crowd(hasty_server, "pressure", {"on_pressure": 4})
     assert [len(answer["output_ids"]) for answer in answers] == [80] * REQUESTS
     assert retracted == 0
     reports = [answer["kv_compression"] for answer in answers]
@@ -42,10 +42,10 @@ def test_who_waits_is_let_in(small_server):
     assert {report["rate"] for report in reports} <= {1, 4}
     assert sum(report["rate"] == 4 for report in reports) >= REQUESTS // 2
     assert all(report["skipped"] is None for report in reports)
-    _, plain, _ = crowd(small_server, "pressure", None)
+    _, plain, _ = crowd(hasty_server, "pressure", None)
     assert plain <= 6
     assert together >= 10
-    assert_no_leak(small_server)
+    assert_no_leak(hasty_server)
 
 
 def test_with_memory_enough_nothing_is_compressed(server):
@@ -58,12 +58,12 @@ def test_with_memory_enough_nothing_is_compressed(server):
 
 
 @pytest.mark.parametrize("every", [0, 64])
-def test_long_answers_are_compressed_again_instead_of_retracted(small_server, every):
+def test_long_answers_are_compressed_again_instead_of_retracted(hasty_server, every):
     """Compressed once, 12 requests of 150 + 400 tokens are more than the pool holds."""
     knob = {"on_pressure": 4, "recompress_every": every}
-    answers, _, retracted = crowd(small_server, f"again {every}", knob, answer=400)
+    answers, _, retracted = crowd(hasty_server, f"again {every}", knob, answer=400)
     assert [len(answer["output_ids"]) for answer in answers] == [400] * REQUESTS
     assert retracted == 0
     again = [answer["kv_compression"].get("decode", {}).get("recompressed") for answer in answers]
     assert sum(bool(times) for times in again) >= REQUESTS // 2
-    assert_no_leak(small_server)
+    assert_no_leak(hasty_server)
