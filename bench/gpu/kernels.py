@@ -51,8 +51,7 @@ def check_extend(case: Case) -> Pairs:
     before = (batch.seq_len - torch.tensor(new, device=case.device)).tolist()
     batch = dataclasses.replace(
         batch,
-        start=torch.tensor([0, *new], device=case.device).cumsum(0),
-        max_new=max(new),
+        new=new,
         rows=list(zip(range(size.requests), before, new, strict=True)),
     )
     query, layer = case.query(sum(new)), size.layers - 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 
 import torch
 
@@ -36,23 +37,30 @@ class Batch:
     cache : what they read.
     request : integer [B], rows of the cache's tables.
     seq_len : integer [B], KVs each request has had so far, kept or not, this forward's included.
-    start : integer [B + 1], where each request's new tokens begin in the query, and their number;
-        on the device. Only for a prefill.
-    max_new : the most new tokens that a request has. Only for a prefill.
+    new : new tokens of every request, on the host. Only for a prefill.
     rows : for every request its row, its KVs before this forward, and its new tokens; on the
-        host. Only for a prefill.
+        host. Only for a prefill on a CPU.
     """
 
     cache: KVCache
     request: torch.Tensor
     seq_len: torch.Tensor
-    start: torch.Tensor | None = None
-    max_new: int = 0
+    new: list[int] | None = None
     rows: list[tuple[int, int, int]] | None = None
 
     def __post_init__(self):
         if len(self.request) != len(self.seq_len):
             raise ValueError(f"{len(self.seq_len)} lengths for {len(self.request)} requests")
+
+    @functools.cached_property
+    def start(self) -> torch.Tensor:
+        """Where each request's new tokens begin in the query, and their number; int64 [B + 1].
+
+        Sent to the device when it is first asked for, without waiting.
+        """
+        assert self.new is not None
+        begins = torch.tensor([0, *itertools.accumulate(self.new)])
+        return begins.to(self.request.device, non_blocking=True)
 
     @functools.cached_property
     def runs(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

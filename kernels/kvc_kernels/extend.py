@@ -21,7 +21,7 @@ def extend(
     ----------
     query : [t, H*G, D], the new tokens of all requests one after the other, dense but for its
         first stride.
-    batch : their requests, with `start`, `max_new` and `rows`. The new tokens are the last of
+    batch : their requests, with `new`, on a CPU with `rows`. The new tokens are the last of
         every tail, and their KVs are in the cache already.
     layer : of the arena.
     scale : factor on the logits.

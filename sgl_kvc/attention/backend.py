@@ -9,11 +9,11 @@ any mixture of compressed and uncompressed requests.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 from kvc_kernels.batch import Batch
 from kvc_kernels.decode import decode
 from kvc_kernels.dispatch import use_triton
@@ -37,6 +37,25 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
+@dataclasses.dataclass(eq=False)
+class Forward:
+    """What all layers of one forward share.
+
+    Attributes
+    ----------
+    lengths : the forward's ``seq_lens``, by which it is known: where SGLang replays a graph of a
+        prefill, layers are given another ForwardBatch than `init_forward_metadata` was.
+    batch : what attention reads.
+    requests : of a prefill, what sgl-kvc knows of each; None for those it does not know.
+    scoring : its prompts that are scored; None if none is.
+    """
+
+    lengths: torch.Tensor
+    batch: Batch
+    requests: list[Request | None] = dataclasses.field(default_factory=list)
+    scoring: PromptScoring | None = None
+
+
 class KvcAttentionBackend(AttentionBackend):
     """Attention for models whose layers are all plain multi-head (GQA, MQA, MHA)."""
 
@@ -47,8 +66,7 @@ class KvcAttentionBackend(AttentionBackend):
         self.req_to_token = self.cache.req_to_token
         self.spans = self.pool.spans
         self.pool.facts = read_facts(model_runner)
-        self._prepared: tuple[ForwardBatch, Batch] | None = None
-        self._scoring: tuple[ForwardBatch, PromptScoring] | None = None
+        self._forward: Forward | None = None
         self._model_runner = model_runner
         self._schedule: Schedule | None = None
         if self.pool.facts.head_profile is None:
@@ -59,7 +77,7 @@ class KvcAttentionBackend(AttentionBackend):
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         """Gather what all layers of this forward share."""
-        self._prepared, self._scoring = (forward_batch, self._new_batch(forward_batch)), None
+        self._forward = self._new_forward(forward_batch)
         if self.spans.tracks_attention() and not use_triton(self.req_to_token):
             self._reset_metric(forward_batch)  # the Triton kernel that stores KVs does it
 
@@ -82,10 +100,9 @@ class KvcAttentionBackend(AttentionBackend):
         graph (`DecodeCudaGraphRunner.execute`, ``war_fastpath_read_done_event``), and changes them
         from then on. The step reads only the snapshot made here.
         """
-        batch = self._new_batch(forward_batch)
-        self._prepared = (forward_batch, batch)
+        self._forward = self._new_forward(forward_batch)
         if self._schedule is not None:
-            self._schedule.update(batch)
+            self._schedule.update(self._forward.batch)
 
     def get_cuda_graph_seq_len_fill_value(self) -> int:
         """Padding rows attend to one KV of SGLang's padding block."""
@@ -137,7 +154,7 @@ class KvcAttentionBackend(AttentionBackend):
         tracks = self.spans.tracks_attention()  # never in a CUDA graph (compat)
         out, _ = decode(
             query,
-            self._batch(forward_batch),
+            self._of(forward_batch).batch,
             layer.layer_id - self.pool.start_layer,
             layer.scaling,
             metric=self.pool.metric if tracks else None,
@@ -166,25 +183,38 @@ class KvcAttentionBackend(AttentionBackend):
         lse : float32 [t, Hq], natural log-sum-exp of every query's logits; None if unknown.
         """
         local = layer.layer_id - self.pool.start_layer
-        return extend(query, self._batch(forward_batch), local, layer.scaling)
+        return extend(query, self._of(forward_batch).batch, local, layer.scaling)
 
-    def _batch(self, forward_batch: ForwardBatch) -> Batch:
+    def _of(self, forward_batch: ForwardBatch) -> Forward:
         """What `init_forward_metadata` prepared; made now where SGLang has not called it."""
-        if self._prepared is None or self._prepared[0] is not forward_batch:
-            return self._new_batch(forward_batch)
-        return self._prepared[1]
+        if self._forward is None or self._forward.lengths is not forward_batch.seq_lens:
+            self._forward = self._new_forward(forward_batch)
+        return self._forward
+
+    def _new_forward(self, forward_batch: ForwardBatch) -> Forward:
+        forward = Forward(forward_batch.seq_lens, self._new_batch(forward_batch))
+        if forward_batch.forward_mode.is_decode_or_idle():
+            return forward
+        forward.requests = self.requests(forward_batch)
+        if any(each is not None and each.scores is not None for each in forward.requests):
+            lens = zip(
+                forward.requests,
+                forward_batch.extend_prefix_lens_cpu,
+                forward_batch.extend_seq_lens_cpu,
+                strict=False,  # a batch may be padded
+            )
+            forward.scoring = PromptScoring(self.pool, self.req_to_token, lens)
+        return forward
 
     def _new_batch(self, forward_batch: ForwardBatch) -> Batch:
         request, seq_len = forward_batch.req_pool_indices, forward_batch.seq_lens
         if forward_batch.forward_mode.is_decode_or_idle():
             return Batch(self.cache, request, seq_len)
-        new = list(forward_batch.extend_seq_lens_cpu)
-        before = list(forward_batch.extend_prefix_lens_cpu)
-        start = F.pad(forward_batch.extend_seq_lens.long().cumsum(0), (1, 0))
-        rows = None
+        new, rows = list(forward_batch.extend_seq_lens_cpu), None
         if not request.is_cuda:
+            before = forward_batch.extend_prefix_lens_cpu
             rows = list(zip(request.tolist(), before, new, strict=True))
-        return Batch(self.cache, request, seq_len, start, max(new), rows)
+        return Batch(self.cache, request, seq_len, new, rows)
 
     def requests(self, forward_batch: ForwardBatch) -> list[Request | None]:
         """What sgl-kvc knows of the requests of a batch, in its order."""
@@ -198,16 +228,9 @@ class KvcAttentionBackend(AttentionBackend):
         forward_batch: ForwardBatch,
     ) -> None:
         """Let the scores of every prompt in the batch see one layer of its chunk."""
-        if self._scoring is None or self._scoring[0] is not forward_batch:
-            lens = zip(
-                self.requests(forward_batch),
-                forward_batch.extend_prefix_lens_cpu,
-                forward_batch.extend_seq_lens_cpu,
-                strict=False,  # a batch may be padded
-            )
-            scoring = PromptScoring(self.pool, self.req_to_token, lens)
-            self._scoring = (forward_batch, scoring)
-        self._scoring[1].observe(query, lse, layer)
+        scoring = self._of(forward_batch).scoring
+        if scoring is not None:
+            scoring.observe(query, lse, layer)
 
     def _reset_metric(self, forward_batch: ForwardBatch) -> None:
         """Start the metric of new KVs at zero, of requests whose attention is tracked."""

@@ -1,12 +1,11 @@
-"""Prefill of uncompressed prompts by FlashInfer, and decode by one of its kernels.
+"""Prefill by FlashInfer, and decode by one of its kernels.
 
-What FlashInfer does not do stays with Triton: prompts whose context is compressed already, and
+What FlashInfer does not do stays with Triton: few new tokens behind a compressed context, and
 decode steps that add to the metric of compression in decode.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from typing import TYPE_CHECKING
 
@@ -14,10 +13,10 @@ import torch
 from kvc_kernels.batch import Batch
 from kvc_kernels.gpu.decode_buffers import DecodeBuffers
 from kvc_kernels.gpu.flashinfer_decode import PagedDecode, supported
-from kvc_kernels.gpu.flashinfer_prefill import PagedPrefill, try_out
+from kvc_kernels.gpu.flashinfer_prefill import PagedPrefill, try_out, warm_up
 from sglang.srt.layers.radix_attention import RadixAttention
 
-from sgl_kvc.attention.backend import KvcAttentionBackend
+from sgl_kvc.attention.backend import Forward, KvcAttentionBackend
 from sgl_kvc.attention.support import UnsupportedError
 
 if TYPE_CHECKING:
@@ -32,8 +31,8 @@ _WORKSPACE_BYTES = 128 << 20
 class FlashInferAttentionBackend(KvcAttentionBackend):
     """`KvcAttentionBackend` with FlashInfer where it can take over.
 
-    Prefill is tried out once: where FlashInfer cannot be compiled or does not agree with Triton,
-    Triton does it.
+    Prefill is tried out once, and apart from it that of what is behind a compressed context: where
+    FlashInfer cannot be compiled or does not agree with Triton, Triton does it.
 
     Parameters
     ----------
@@ -77,13 +76,27 @@ class FlashInferAttentionBackend(KvcAttentionBackend):
                     scale=self.scale,
                 )
                 try_out(prefill, arena.device)
+                self._try_segments(prefill)
+                warm_up(prefill, self.cache)
             except Exception as error:  # compilers, loaders and launches fail in many ways
                 reason = f"{type(error).__name__}: {error}"
             else:
-                logger.info("FlashInfer prefills what is not compressed")
                 return prefill
         logger.warning("Triton prefills, not FlashInfer: %s", reason)
         return None
+
+    def _try_segments(self, prefill: PagedPrefill) -> None:
+        """Leave compressed contexts to Triton if FlashInfer cannot read them; say who does."""
+        try:
+            try_out(prefill, self.cache.arena_k.device, segments=True)
+        except Exception as error:
+            prefill.segments = None
+            logger.warning(
+                "FlashInfer prefills; Triton reads compressed contexts, not FlashInfer: %s: %s",
+                type(error).__name__, error,
+            )  # fmt: skip
+        else:
+            logger.info("FlashInfer prefills, behind compressed contexts too")
 
     def _unsupported(self, kernels: str) -> str | None:
         arena = self.cache.arena_k
@@ -100,33 +113,32 @@ class FlashInferAttentionBackend(KvcAttentionBackend):
 
     def init_forward_metadata(self, forward_batch: ForwardBatch) -> None:
         super().init_forward_metadata(forward_batch)
-        batch = self._batch(forward_batch)
+        forward = self._of(forward_batch)
         if forward_batch.forward_mode.is_decode_or_idle():
-            self._plan_decode(forward_batch, batch)
+            self._plan_decode(forward_batch, forward.batch)
             return
-        self._prefill, uncompressed = None, self._uncompressed(forward_batch, batch)
-        if self._prefills is not None and uncompressed is not None:
+        self._prefill = None
+        if self._prefills is not None and self._plan_prefill(forward_batch, forward):
             self._prefill = self._prefills
-            self._prefill.plan(uncompressed)
 
-    def _uncompressed(self, forward_batch: ForwardBatch, batch: Batch) -> Batch | None:
-        """`batch` with its rows on the host; None unless it is known that none is compressed."""
-        rows = [
-            each.row
-            for each in self.requests(forward_batch)
-            if each is not None and each.row is not None and each.segment is None
+    def _plan_prefill(self, forward_batch: ForwardBatch, forward: Forward) -> bool:
+        """Whether FlashInfer does it. A request that nobody knows could be compressed."""
+        assert self._prefills is not None
+        before = list(forward_batch.extend_prefix_lens_cpu)
+        known = forward.requests or [None] * len(before)
+        compressed = [
+            nth
+            for nth, each in enumerate(known)
+            if each is None or each.row is None or each.segment is not None
         ]
-        if len(rows) != forward_batch.batch_size:
-            return None
-        lens = forward_batch.extend_prefix_lens_cpu, forward_batch.extend_seq_lens_cpu
-        return dataclasses.replace(batch, rows=list(zip(rows, *lens, strict=True)))
+        return self._prefills.plan(forward.batch, before, compressed)
 
     def init_forward_metadata_out_graph(
         self, forward_batch: ForwardBatch, in_capture: bool = False
     ) -> None:
         """Before a decode step is captured, and before each replay."""
         super().init_forward_metadata_out_graph(forward_batch, in_capture)
-        self._plan_decode(forward_batch, self._batch(forward_batch))
+        self._plan_decode(forward_batch, self._of(forward_batch).batch)
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Buffers for all batch sizes that will be captured, the largest's."""
@@ -201,7 +213,7 @@ class FlashInferAttentionBackend(KvcAttentionBackend):
             query,
             k.view(-1, layer.tp_k_head_num, layer.qk_head_dim),
             v.view(-1, layer.tp_v_head_num, layer.v_head_dim),
-            any(each is not None and each.scores for each in self.requests(forward_batch)),
+            self._of(forward_batch).scoring is not None,
         )
 
     def _bytes(self) -> torch.Tensor:

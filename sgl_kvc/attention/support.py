@@ -120,8 +120,8 @@ def _attention_options(args: ServerArgs) -> Iterator[tuple[str, bool, str]]:
     if graphs is not None:
         yield (
             f"--cuda-graph-backend-prefill {graphs.prefill.backend}",
-            graphs.prefill.backend != "disabled",
-            "prompts are scored between layers, which a graph would leave out",
+            graphs.prefill.backend not in ("breakable", "disabled"),
+            "prompts are scored between layers, which only breakable graphs leave out of the graph",
         )
         yield (
             f"--cuda-graph-backend-decode {graphs.decode.backend}",

@@ -122,9 +122,8 @@ def _attend(pool: ArenaKVPool, query_heads: int, dtype: torch.dtype, scale: floa
     tracked = torch.zeros(len(pool.cache.req_to_token), dtype=torch.int32, device=device)
     for requests in (1, 2):
         rows = torch.zeros(requests, dtype=torch.int64, device=device)
-        start = torch.arange(requests + 1, device=device)
         ones = torch.ones_like(rows)
-        batch = Batch(cache, rows, ones, start, 1)
+        batch = Batch(cache, rows, ones, [1] * requests)
         shape = requests, query_heads, pool.arena_k.shape[-1]
         query = torch.zeros(shape, dtype=dtype, device=device)
         for layer in range(min(_LAYERS, pool.layer_num)):

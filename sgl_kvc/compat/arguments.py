@@ -27,7 +27,7 @@ def default_arguments(args, *_: Any) -> None:
         if args.page_size is None:
             args.page_size = 16
         if args.cuda_graph_backend_prefill is None:
-            args.cuda_graph_backend_prefill = "disabled"  # prompts are scored between layers
+            args.cuda_graph_backend_prefill = "disabled"  # "breakable" has not run yet
     take_keys(args)
 
 

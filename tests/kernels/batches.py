@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 
 import torch
 from kvc_kernels.batch import Batch
@@ -53,13 +52,11 @@ class Drawn:
         cache, spans = self.cache, self.cache.spans
         moved = Spans(*(x.to(device) for x in vars(spans).values()))
         arenas = (x.to(device) for x in (cache.arena_k, cache.arena_v, cache.req_to_token))
-        start = self.batch.start
         return Batch(
             KVCache(*arenas, moved),
             self.batch.request.to(device),
             self.batch.seq_len.to(device),
-            None if start is None else start.to(device),
-            self.batch.max_new,
+            self.batch.new,
             self.batch.rows,
         )
 
@@ -76,11 +73,21 @@ class Drawn:
         requests = zip(self.batch.request.tolist(), self.batch.seq_len.tolist(), new, strict=True)
         batch = dataclasses.replace(
             self.batch,
-            start=torch.tensor([0, *itertools.accumulate(new)]),
-            max_new=max(new),
+            new=new,
             rows=[(row, length - count, count) for row, length, count in requests],
         )
         return Drawn(batch, self.keys, self.values, self.pages)
+
+    def fresh(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of a prefill's new tokens in one layer: [t, H, D] and [t, H, Dv]."""
+        assert self.batch.new is not None
+        return tuple(
+            torch.cat([
+                torch.stack([head[len(head) - new :] for head in request[layer]], 1)
+                for request, new in zip(lists, self.batch.new, strict=True)
+            ])
+            for lists in (self.keys, self.values)
+        )  # fmt: skip
 
     def to(self, dtype: torch.dtype) -> Drawn:
         """The same with a cache of `dtype`; the plain lists hold the rounded numbers."""
@@ -103,10 +110,12 @@ def build(
     dtype: torch.dtype = torch.float32,
     layers: int = LAYERS,
     heads: int = HEADS,
+    served: bool = False,
 ) -> Drawn:
     """Requests in an arena whose blocks are in no order; row 0 of the tables is nobody's.
 
-    Blocks that no span needs in full have pages that are nobody's.
+    Blocks that no span needs in full have pages that are nobody's. If it is as `served`, no
+    head holds more KVs than there were tokens.
     """
     torch.manual_seed(0)
     per_block = layers * heads
@@ -116,7 +125,11 @@ def build(
         shared, own = _blocks(row.shared, per_block), _blocks(row.own, per_block)
         # Whoever owns a packed segment has released the positions before it.
         at = page if isinstance(row.shared, list) else 0
-        begins = [at, at := at + shared * page + (page if own else 0), at + own * page]
+        released = page if own else 0
+        if served:
+            at *= max(1, max(row.shared) - shared) if at else 1
+            released *= max(1, max(row.own) - own) if own else 1
+        begins = [at, at := at + shared * page + released, at + own * page]
         of_row.append(list(zip(begins, (shared, own, -(-row.tail // page)), strict=True)))
     total = 1 + sum(count for each in of_row for _, count in each)
     context = 1 + max(begin + count * page for each in of_row for begin, count in each)

@@ -7,7 +7,7 @@ import pytest
 
 from sgl_kvc.pool.arena import ArenaKVPool
 from tests.launches import Launches
-from tests.sgl_kvc import fake_gpu
+from tests.sgl_kvc import fake_gpu, runners
 from tests.sgl_kvc.test_cache import Lives
 
 
@@ -40,3 +40,9 @@ def gpu_pool(gpu) -> ArenaKVPool:
 @pytest.fixture
 def gpu_rows(gpu) -> SimpleNamespace:
     return fake_gpu.make_rows()
+
+
+@pytest.fixture
+def runner(device, kernels, tmp_path, monkeypatch) -> SimpleNamespace:
+    """SGLang's model runner, whose rows 1 and 2 hold nothing yet; FlashInfer may be emulated."""
+    return runners.make_runner(device, tmp_path, monkeypatch)

@@ -17,6 +17,7 @@ import pytest
 import torch
 from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.mem_cache.cache_init_params import CacheInitParams
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from torch._subclasses import FakeTensorMode
 
 from sgl_kvc.attention.backend import KvcAttentionBackend
@@ -53,7 +54,7 @@ def fake_gpu(monkeypatch: pytest.MonkeyPatch) -> Iterator[Launches]:
         assert all(tensor.is_cuda for tensor in tensors if tensor is not None)
 
     def attention(query, batch, layer, scale, *, metric=None, tracked=None):
-        on_the_gpu(query, batch.request, batch.seq_len, batch.start, metric, tracked)
+        on_the_gpu(query, batch.request, batch.seq_len, metric, tracked)
         assert batch.rows is None, "the host would have to ask for them"
         return torch.empty_like(query), torch.empty(query.shape[:2], device="cuda")
 
@@ -153,7 +154,11 @@ def scored_batch(
         request = prefilled(knob, known)
         request.row = nth % 3
         backend.pool.requests[f"{nth}"] = request
+    lengths = torch.full((requests,), N, device="cuda")
     return SimpleNamespace(
+        forward_mode=ForwardMode.EXTEND,
+        req_pool_indices=torch.zeros_like(lengths),
+        seq_lens=lengths,
         extend_seq_lens_cpu=[N] * requests,
         extend_prefix_lens_cpu=[0] * requests,
         rids=[f"{nth}" for nth in range(requests)],

@@ -158,11 +158,11 @@ def test_a_batch_that_was_not_prepared(backend):
     """SGLang runs a few forwards, warm-ups among them, without `init_forward_metadata`."""
     prepared = batch_of(backend, ForwardMode.DECODE, [(1, 3, 1)])
     backend.init_forward_metadata(prepared)
-    assert backend._batch(prepared) is backend._batch(prepared)
-    other, (q, k, v) = batch_of(backend, ForwardMode.DECODE, [(2, 9, 1)]), drawn(1)
-    out = backend.forward_decode(q, k, v, new_layer(), other)
-    torch.testing.assert_close(out, textbook(backend, q, [(2, 9, 1)]), atol=1e-5, rtol=1e-5)
-    assert backend._prepared[0] is prepared
+    assert backend._of(prepared) is backend._of(prepared)
+    for chunk in (2, 9, 1), (1, 3, 1):
+        other, (q, k, v) = batch_of(backend, ForwardMode.DECODE, [chunk]), drawn(1)
+        out = backend.forward_decode(q, k, v, new_layer(), other)
+        torch.testing.assert_close(out, textbook(backend, q, [chunk]), atol=1e-5, rtol=1e-5)
 
 
 def test_what_kernels_are_told_of_a_prefill(backend):
@@ -172,7 +172,7 @@ def test_what_kernels_are_told_of_a_prefill(backend):
     assert told.request is batch.req_pool_indices
     assert told.seq_len is batch.seq_lens
     assert told.start.tolist() == [0, 5, 8, 9]
-    assert told.max_new == 5
+    assert told.new == [5, 3, 1]
     assert told.rows == CHUNKS
     batch.extend_seq_lens_cpu = [5, 3]
     with pytest.raises(ValueError, match="shorter"):
@@ -180,14 +180,13 @@ def test_what_kernels_are_told_of_a_prefill(backend):
 
 
 def test_prompts_with_scores_see_their_own_chunk(backend):
-    """The second request is none of ours, the first has nothing to score; a batch may be padded."""
+    """The second request is none of ours, the first has nothing to score."""
     plain, scored = Request(OFF), Request(OFF)
     plain.row, scored.row, scored.scores = 3, 2, Seen()
     backend.pool.requests = {"r3": plain, "r2": scored, "another": Request(OFF)}
     batch, q = batch_of(backend, ForwardMode.EXTEND, CHUNKS), drawn(9)[0]
     batch.rids = ["r3", "unknown", "r2"]
     assert backend.requests(batch) == [plain, None, scored]
-    batch.extend_prefix_lens_cpu = [*batch.extend_prefix_lens_cpu, 0]
     lse = torch.arange(9.0)
     backend._observe(q, lse, new_layer(), batch)
     backend._observe(q, None, new_layer(), batch)

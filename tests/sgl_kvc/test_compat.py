@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+from types import SimpleNamespace
 
 import pytest
 
+from sgl_kvc.cache.request import Request
 from sgl_kvc.compat.check import check_hooks
 from sgl_kvc.compat.hook import Hook, IncompatibleError
+from sgl_kvc.compat.pool import eager_while_compressed
 from sgl_kvc.compat.releases import HOOKS, RELEASES, Release, release
 from sgl_kvc.compat.uses import Uses
+from sgl_kvc.spec import OFF
 
 
 def test_hooked_functions_are_there():
@@ -77,3 +81,22 @@ def test_a_release_is_a_row():
     assert "sglang.srt.mem_cache.common" not in symbols
     assert "sglang.srt.core.Scheduler" in symbols
     assert symbols["sglang.srt.server_args.ServerArgs"].names == "new"
+
+
+def test_a_prefill_may_be_a_graph_if_nothing_in_it_is_compressed():
+    plain, scored, reads = Request(OFF), Request(OFF), Request(OFF)
+    scored.scores, reads.segment = object(), object()
+    known = {"plain": plain, "scored": scored, "reads": reads}
+
+    def may(rids: list[str] | None, *, pool: object, sglang: bool = True) -> bool:
+        runner = SimpleNamespace(model_runner=SimpleNamespace(token_to_kv_pool=pool))
+        batch = SimpleNamespace(rids=rids)
+        return eager_while_compressed(lambda *_: sglang, runner, batch)
+
+    ours = SimpleNamespace(requests=known)
+    assert may(["plain", "unknown"], pool=ours)
+    assert may(None, pool=ours)
+    assert may(["plain"], pool=object())
+    assert not may(["plain"], pool=ours, sglang=False)
+    assert not may(["plain", "scored"], pool=ours)
+    assert not may(["reads", "plain"], pool=ours)

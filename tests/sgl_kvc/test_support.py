@@ -167,13 +167,20 @@ def test_options_that_are_refused(args, options, sentence):
 
 
 @pytest.mark.parametrize(
-    ("phase", "backend"), [("prefill", "breakable"), ("prefill", "full"), ("decode", "breakable")]
+    ("phase", "backend"),
+    [("prefill", "tc_piecewise"), ("prefill", "full"), ("decode", "breakable")],
 )
 def test_graphs_that_are_refused(args, phase, backend):
     graphs = copy.deepcopy(args.cuda_graph_config)
     graphs[phase].backend = backend
     with pytest.raises(UnsupportedError, match=f"--cuda-graph-backend-{phase} {backend}"):
         check_server(copy_with(args, {"cuda_graph_config": graphs}))
+
+
+def test_graphs_that_attention_is_not_in(args):
+    graphs = copy.deepcopy(args.cuda_graph_config)
+    graphs.prefill.backend = "breakable"
+    check_server(copy_with(args, {"cuda_graph_config": graphs}))
 
 
 @pytest.mark.parametrize(

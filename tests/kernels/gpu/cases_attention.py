@@ -49,14 +49,16 @@ def cases(architecture: int) -> Iterator[tuple]:
         caches = {"query": f"*{q}", "arena_k": f"*{kv}", "arena_v": f"*{kv}"}
         results = {"out": f"*{q}", "lse": "*fp32"}
         yield decode_case(f"decode {name}", q, kv, dim, page, group)
-        yield case(
-            f"extend {name}", _extend, {**caches, **TABLES, "start": "*i64", **results, **NUMBERS},
-            {
-                **same, "DV": dim, "DV_PAD": pad, "UPCAST": False,
-                "ROWS": 64 if pad <= 128 else 32, "TILE": 64 if pad <= 128 else 32,
-            },
-            num_stages=3 if pad <= 128 else 2,
-        )  # fmt: skip
+        for prefix in (False, True):
+            yield case(
+                f"{'prefix' if prefix else 'extend'} {name}", _extend,
+                {**caches, **TABLES, "start": "*i64", "chosen": "*i64", **results, **NUMBERS},
+                {
+                    **same, "DV": dim, "DV_PAD": pad, "UPCAST": False, "PREFIX": prefix,
+                    "ROWS": 64 if pad <= 128 else 32, "TILE": 64 if pad <= 128 else 32,
+                },
+                num_stages=3 if pad <= 128 else 2,
+            )  # fmt: skip
         if kv in ("bf16", "fp8e5"):
             yield case(
                 f"metric {name}", _accumulate,

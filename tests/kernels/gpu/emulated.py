@@ -16,6 +16,7 @@ import torch
 
 flashinfer = pytest.importorskip("flashinfer")
 
+EIGHT_BITS = (torch.float8_e4m3fn, torch.float8_e5m2)
 NOTHING = -5e4  # what FA2 has for the log-sum-exp of no keys: `inf` in math.cuh
 
 
@@ -69,7 +70,10 @@ class Wrapper:
         self.made = arguments(self.real.__init__, self, *args, **kwargs)
 
     def plan(self, *args, **kwargs):
-        self.planned = arguments(self.real.plan, self, *args, **kwargs)
+        self.planned = plan = arguments(self.real.plan, self, *args, **kwargs)
+        self._backend = self.made["backend"]
+        if self._backend == "auto":  # Hopper's `determine_attention_backend`
+            self._backend = "fa2" if plan["kv_data_type"] in EIGHT_BITS else "fa3"
 
     def result(self, out, lse, return_lse):
         out = out.to(self.planned["q_data_type"])
@@ -93,8 +97,54 @@ class Ragged(Wrapper):
         return self.result(*map(torch.cat, zip(*parts, strict=True)), kwargs.get("return_lse"))
 
 
+def tile_of(plan) -> int:
+    """Queries of a work of FA3 (``cta_tile_q`` in scheduler.cuh)."""
+    return 192 if plan["head_dim_qk"] == 64 else 128
+
+
 class Paged(Wrapper):
+    """Prefill: FA2 finds lengths in the tensors given to `plan`, FA3 in its works."""
+
     real = flashinfer.BatchPrefillWithPagedKVCacheWrapper
+    same_above = 4096  # works of a head
+
+    def plan(self, *args, **kwargs):
+        super().plan(*args, **kwargs)
+        plan = self.planned
+        for name in "qo_indptr", "paged_kv_indptr", "paged_kv_last_page_len":
+            assert plan[name].device.type == "cpu"
+            assert plan[name].dtype == torch.int32
+        assert plan["paged_kv_indices"].dtype == torch.int32
+        self._paged_kv_last_page_len_buf = plan["paged_kv_last_page_len"].clone()
+        assert len(plan["paged_kv_indices"]) == plan["paged_kv_indptr"][-1]
+        if self._backend == "fa3":
+            self._plan_works(plan)
+
+    def _plan_works(self, plan):
+        """`PrefillSM90Plan` in scheduler.cuh, as many processors as there are works."""
+        ends, lengths = plan["paged_kv_indptr"], plan["seq_lens"]
+        if lengths is None:
+            last = plan["paged_kv_last_page_len"]
+            lengths = flashinfer.page.get_seq_lens(ends, last, plan["page_size"])
+        assert lengths.dtype == torch.int32
+        tile, works = tile_of(plan), []
+        most = -(-int(plan["qo_indptr"][-1]) // tile) + len(plan["qo_indptr"]) - 2
+        same_for_all_heads = most > self.same_above
+        for head in range(1 if same_for_all_heads else plan["num_qo_heads"]):
+            for row, (a, b) in enumerate(itertools.pairwise(plan["qo_indptr"].tolist())):
+                begin, length = int(ends[row]), int(lengths[row])
+                for nth in reversed(range(-(-(b - a) // tile))):
+                    works.append((nth, a, begin, b - a, length, head, row))
+        *columns, rows = zip(*works, strict=True) if works else [()] * 7
+        self._plan_info, numbers = [], []
+        for column in (*columns, range(len(works) + 1), rows):
+            numbers += [-7] * (-len(numbers) % 4)  # 16 bytes
+            self._plan_info.append(4 * len(numbers))
+            numbers += column
+        self._plan_info.append(int(same_for_all_heads))
+        self._works = len(works)
+        self._int_workspace_buffer = torch.full((8 << 20,), 0xF9, dtype=torch.uint8)
+        self._int_workspace_buffer.view(torch.int32)[: len(numbers)] = torch.tensor(numbers)
 
     def run(self, *args, **kwargs):
         given, plan = arguments(self.real.run, self, *args, **kwargs), self.planned
@@ -102,14 +152,40 @@ class Paged(Wrapper):
         assert not plan["causal"]
         assert keys.shape[1:3] == (plan["num_kv_heads"], plan["page_size"]), "HND"
         assert keys.stride() == values.stride()
-        indptr, last = plan["paged_kv_indptr"], plan["paged_kv_last_page_len"]
-        assert len(plan["paged_kv_indices"]) == indptr[-1]
-        parts = []
+        assert query.shape[1:] == (plan["num_qo_heads"], plan["head_dim_qk"])
+        assert len(query) == plan["qo_indptr"][-1]
+        out = torch.zeros(query.shape)
+        lse = torch.full(query.shape[:2], math.nan)
+        works = self._fa3_works() if self._backend == "fa3" else self._fa2_works()
+        group = plan["num_qo_heads"] // plan["num_kv_heads"]
+        for tokens, begin, length, heads in works:
+            of_heads = slice(heads.start // group, (heads.stop - 1) // group + 1)
+            mine = [gather(x, plan["paged_kv_indices"], begin, length) for x in (keys, values)]
+            at = tokens, heads
+            mine = [x[:, of_heads] for x in mine]
+            out[at], lse[at] = attention(query[at], *mine, plan["sm_scale"])
+            if self._backend == "fa3" and not length:  # `store_zero` in epilogue.cuh
+                lse[at] = -math.inf
+        assert not lse.isnan().any(), "every query has been somebody's work"
+        return self.result(out, lse, kwargs.get("return_lse"))
+
+    def _fa2_works(self):
+        """Rows of tokens, where their pages begin, KVs, heads."""
+        plan, last = self.planned, self._paged_kv_last_page_len_buf
         for row, (a, b) in enumerate(itertools.pairwise(plan["qo_indptr"].tolist())):
-            span = int(indptr[row]), page_length(indptr, last, row, plan["page_size"])
-            mine = [gather(x, plan["paged_kv_indices"], *span) for x in (keys, values)]
-            parts.append(attention(query[a:b], *mine, plan["sm_scale"]))
-        return self.result(*map(torch.cat, zip(*parts, strict=True)), kwargs.get("return_lse"))
+            length = page_length(plan["paged_kv_indptr"], last, row, plan["page_size"])
+            begin = int(plan["paged_kv_indptr"][row])
+            yield slice(a, b), begin, length, slice(0, plan["num_qo_heads"])
+
+    def _fa3_works(self):
+        """The same of the tiles that the plan's buffer has now (tile_scheduler.cuh)."""
+        plan, info = self.planned, self._plan_info
+        numbers, tile = self._int_workspace_buffer.view(torch.int32), tile_of(plan)
+        columns = [numbers[at // 4 : at // 4 + self._works].tolist() for at in info[:6]]
+        for nth, query, begin, new, length, head in zip(*columns, strict=True):
+            tokens = slice(query + nth * tile, min(query + (nth + 1) * tile, query + new))
+            mine = slice(0, plan["num_qo_heads"]) if info[8] else slice(head, head + 1)
+            yield tokens, begin, length, mine
 
 
 class Decode(Wrapper):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 import torch
 from kvc_kernels.batch import Batch, head_kvs_reference
 from kvc_kernels.decode import decode_reference
+from kvc_kernels.extend import attend_reference, extend_reference
 from kvc_kernels.gpu.decode import decode, new_schedule
-from kvc_kernels.gpu.extend import extend
+from kvc_kernels.gpu.extend import add_prefix, extend
 
 from tests.kernels.batches import HEADS, LAYERS, RAGGED, TOLERANCE, Drawn, Row, build
 from tests.kernels.test_attention import NEW, plain_decode
@@ -147,3 +150,31 @@ def test_the_operations_take_triton_where_it_is_asked_for(device, monkeypatch):
     keys, _ = head_kvs_reference(drawn.batch, 0, 1, 0)
     expected = (query[0, :2].cpu() @ keys.T * 0.25).logsumexp(-1)
     torch.testing.assert_close(lse[0, :2].cpu(), expected)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize(("case", "new"), [each for each in NEW if each[0] != "an idle row"])
+def test_a_prefix_joins_the_attention_of_new_tokens(case, new, dtype, device):
+    """Of the requests that are chosen; nothing of the others is touched."""
+    drawn = build(RAGGED[case], dtype=dtype).with_new(new)
+    query = torch.randn(sum(new), HEADS * 2, 16).to(dtype)
+    batch, chosen = drawn.on(device), list(range(len(new) - 1, -1, -2))
+    among_new = among_new_tokens(drawn, query, 1)
+    expected = extend_reference(query, drawn.batch, 1, 0.25)
+    out, lse = (x.to(device) for x in (among_new[0].to(dtype), among_new[1]))
+    add_prefix(query.to(device), batch, 1, 0.25, torch.tensor(chosen, device=device), out, lse)
+    limits = {"atol": TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}
+    for request, (begin, end) in enumerate(itertools.pairwise(drawn.batch.start.tolist())):
+        wanted = expected if request in chosen else among_new
+        for got, one in zip((out, lse), wanted, strict=True):
+            torch.testing.assert_close(got[begin:end].cpu().float(), one[begin:end], **limits)
+
+
+def among_new_tokens(drawn, query, layer) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the new tokens of every request have of themselves alone; float32."""
+    parts = [
+        attend_reference(query[begin:end], *(x[begin:end] for x in drawn.fresh(layer)), 0.25)
+        for begin, end in itertools.pairwise(drawn.batch.start.tolist())
+    ]
+    out, lse = (torch.cat(each) for each in zip(*parts, strict=True))
+    return out, lse

@@ -1,4 +1,4 @@
-"""What is handed to FlashInfer, against the references; on a GPU FlashInfer itself, too."""
+"""What is handed to FlashInfer for decode, against the references; or FlashInfer itself."""
 
 from __future__ import annotations
 
@@ -6,14 +6,9 @@ import dataclasses
 
 import pytest
 import torch
-from kvc_kernels.batch import Batch
-from kvc_kernels.cache import KVCache, Spans
 from kvc_kernels.decode import decode_reference
-from kvc_kernels.extend import extend_reference
 from kvc_kernels.gpu.decode_buffers import DecodeBuffers
 from kvc_kernels.gpu.flashinfer_decode import PagedDecode, bounds_indptr, supported
-from kvc_kernels.gpu.flashinfer_prefill import PagedPrefill, natural, prefix_pages, try_out
-from torch._subclasses import FakeTensorMode
 
 from tests.kernels.batches import HEADS, LAYERS, RAGGED, TOLERANCE, Drawn, build
 from tests.kernels.gpu.emulated import flashinfer
@@ -26,7 +21,7 @@ def workspace(device) -> torch.Tensor:
 
 
 def drawn(case: str, dtype: torch.dtype) -> Drawn:
-    return build(RAGGED[case], page=PAGE, dim=DIM, dtype=dtype)
+    return build(RAGGED[case], page=PAGE, dim=DIM, dtype=dtype, served=True)
 
 
 def bounds(batch: Drawn) -> list[int]:
@@ -126,108 +121,6 @@ def test_bounds_are_lengths_in_whole_pages():
     assert bounds_indptr([3, 0, 1], 2).tolist() == [0, 3, 6, 6, 6, 7, 8]
     assert bounds_indptr([3, 0, 1], 2).dtype == torch.int32
     assert lengths[[0, 1, 4, 5]].tolist() == [48, 48, 16, 16]
-
-
-PREFIXES = {
-    "none": ([0, 0], [5, 1]),
-    "edges": ([1, 15, 16, 17, 0], [3, 1, 2, 16, 4]),
-    "one request": ([33], [7]),
-    "last has none": ([32, 0], [1, 9]),
-}
-
-
-def prefilled(prefix_lens, new_lens, dtype) -> Batch:
-    """Uncompressed requests whose blocks, and rows, are in no order."""
-    torch.manual_seed(3)
-    longest = max(p + n for p, n in zip(prefix_lens, new_lens, strict=True))
-    blocks, rows = -(-longest // PAGE), len(new_lens) + 2
-    order = torch.randperm(rows * blocks).view(-1, blocks)
-    slots = (order[:, :, None] * PAGE + torch.arange(PAGE)).flatten(1).int()
-    arenas = [torch.randn(order.numel(), LAYERS, HEADS, PAGE, DIM).to(dtype) for _ in "kv"]
-    request = torch.randperm(rows)[: len(new_lens)]
-    held = list(zip(request.tolist(), prefix_lens, new_lens, strict=True))
-    return Batch(
-        KVCache(*arenas, slots, Spans.uncompressed(rows, LAYERS * HEADS, "cpu")),
-        request,
-        torch.tensor([before + new for _, before, new in held]),
-        torch.tensor([0, *new_lens]).cumsum(0),
-        max(new_lens),
-        held,
-    )
-
-
-def moved(batch: Batch, device: str) -> Batch:
-    return Drawn(batch, [], [], []).on(device)
-
-
-@pytest.mark.parametrize("case", PREFIXES)
-def test_prefix_pages(device, case):
-    batch = prefilled(*PREFIXES[case], torch.float16)
-    prefix_lens = PREFIXES[case][0]
-    indptr, indices, last = prefix_pages(moved(batch, device))
-    assert flashinfer.page.get_seq_lens(indptr, last, PAGE).tolist() == prefix_lens
-    assert {x.dtype for x in (indptr, indices, last)} == {torch.int32}
-    assert indices.device.type == device
-    for i, (row, length, _) in enumerate(batch.rows):
-        mine = indices[indptr[i] : indptr[i + 1]].cpu()
-        read = (mine[:, None] * PAGE + torch.arange(PAGE)).flatten()[:length]
-        assert read.equal(batch.cache.req_to_token[row, :length])
-
-
-def test_prefix_pages_asks_the_device_for_nothing():
-    """Fake tensors have no values: whatever waits for one raises."""
-    with FakeTensorMode():
-        arenas = [torch.zeros(9, 2, 3, 16, 64, device="cuda") for _ in "kv"]
-        table = torch.zeros(4, 64, dtype=torch.int32, device="cuda")
-        cache = KVCache(*arenas, table, Spans.uncompressed(4, 6, "cuda"))
-        request = torch.zeros(3, dtype=torch.int64, device="cuda")
-        rows = [(0, 3, 1), (0, 0, 1), (0, 33, 1)]
-        indptr, indices, last = prefix_pages(Batch(cache, request, request, rows=rows))
-        assert indices.shape == (4,)
-        assert indices.device.type == "cuda"
-        assert indptr.device.type == last.device.type == "cpu"
-
-
-def make_prefill(device, group: int, dtype: torch.dtype) -> PagedPrefill:
-    return PagedPrefill(
-        workspace(device), query_heads=HEADS * group, heads=HEADS, head_dim=DIM, page_size=PAGE,
-        dtype=dtype, kv_dtype=dtype, scale=DIM**-0.5,
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize(("group", "dtype"), [(1, torch.bfloat16), (4, torch.float16)], ids=str)
-@pytest.mark.parametrize("case", PREFIXES)
-def test_prefill(kernels, device, case, dtype, group):
-    batch = prefilled(*PREFIXES[case], dtype)
-    prefill = make_prefill(device, group, dtype)
-    prefill.plan(moved(batch, device))
-    limits = {"atol": TOLERANCE[dtype], "rtol": TOLERANCE[dtype]}
-    at = torch.cat([
-        batch.cache.req_to_token[row, before : before + new] for row, before, new in batch.rows
-    ]).long()  # fmt: skip
-    for layer in range(LAYERS):
-        projected = torch.randn(len(at), HEADS * (group + 2), DIM).to(dtype)
-        query, *fresh = projected.split([HEADS * group, HEADS, HEADS], dim=1)
-        for arena, tokens in zip((batch.cache.arena_k, batch.cache.arena_v), fresh, strict=True):
-            arena[at // PAGE, layer, :, at % PAGE] = tokens
-        expected, expected_lse = extend_reference(query, batch, layer, DIM**-0.5)
-        parts = projected.to(device).split([HEADS * group, HEADS, HEADS], dim=1)  # strided
-        out, lse = prefill.run(layer, *parts, with_lse=True)
-        torch.testing.assert_close(out.cpu().float(), expected, **limits)
-        torch.testing.assert_close(lse.cpu(), expected_lse, **limits)
-        alone, nothing = prefill.run(layer, *parts)
-        torch.testing.assert_close(alone, out, **limits)
-        assert nothing is None
-
-
-def test_prefill_is_tried_out(kernels, device):
-    try_out(make_prefill(device, 2, torch.float16), torch.device(device))
-
-
-def test_natural_undoes_base_two():
-    logits = torch.randn(3, 7)
-    base_two = torch.log2(logits.exp().sum(-1))
-    torch.testing.assert_close(natural(base_two), logits.logsumexp(-1))
 
 
 @pytest.mark.parametrize(

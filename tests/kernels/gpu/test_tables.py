@@ -56,6 +56,16 @@ def test_rows_of_the_request_tables_in_any_order(device, index):
     assert length.equal(lengths[rows])
 
 
+@pytest.mark.parametrize("case", RAGGED)
+def test_rows_that_come_head_by_head(device, case):
+    batch = drawn(case, 2, 3, 8)
+    whole, lengths = block_table(batch.on(device), 1, 9)
+    table, length = block_table(batch.on(device), 1, 9, by_head=True)
+    order = torch.arange(len(lengths), device=device).view(-1, 3).T.flatten()
+    assert table.equal(whole[order])
+    assert length.equal(lengths[order])
+
+
 def test_given_tensors_are_written_and_no_further_than_the_pages(device):
     batch = drawn("all spans", 2, 3, 8).on(device)
     expected, lengths = block_table(batch, 0, 9)
