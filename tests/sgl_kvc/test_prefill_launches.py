@@ -26,14 +26,13 @@ class Fake:
 
     def __init__(self, workspace, layout, *, backend):
         self._backend = "fa2"
+        self._rows = torch.zeros(64, dtype=torch.int32, device="cuda")
 
     def plan(self, *args, **kwargs):
         plan = inspect.signature(self.real.plan).bind(self, *args, **kwargs).arguments
         for name, given in plan.items():
             assert not isinstance(given, torch.Tensor) or given.is_cuda == ("indices" in name)
-        self._paged_kv_last_page_len_buf = torch.zeros(
-            len(plan["qo_indptr"]) - 1, dtype=torch.int32, device="cuda"
-        )
+        self._paged_kv_last_page_len_buf = self._rows[: len(plan["qo_indptr"]) - 1]
 
     def run(self, query, *_cache, return_lse=False, **_options):
         self.runs.append(self.name)
@@ -66,7 +65,7 @@ def runs(monkeypatch) -> list[str]:
 @pytest.fixture
 def backend(gpu_pool, gpu_rows, tmp_path, runs) -> FlashInferAttentionBackend:
     first = RadixAttention(HEADS * GROUP, DIM, 0.25, num_kv_heads=HEADS, layer_id=0)
-    return FlashInferAttentionBackend(
+    backend = FlashInferAttentionBackend(
         SimpleNamespace(
             token_to_kv_pool=gpu_pool,
             req_to_token_pool=gpu_rows,
@@ -76,6 +75,8 @@ def backend(gpu_pool, gpu_rows, tmp_path, runs) -> FlashInferAttentionBackend:
         ),
         None,
     )
+    runs.clear()  # of the warm-up
+    return backend
 
 
 def prefill(backend, gpu, before: list[int], new: list[int], requests: list[Request]):
@@ -118,20 +119,20 @@ def test_without_compression_nothing_is_launched_but_attention(backend, gpu, run
     assert runs == ["ragged"] * LAYERS
     runs.clear()
     found = prefill(backend, gpu, [0, 9], [40, 3], [request(), request()])
-    assert found == [["_prefix_blocks"], {"_to_copy": 1}, [], {}]
+    assert found == [["_prefix_blocks"], {"to": 1}, [], {}]
     assert runs == ["ragged", "paged", "merge"] * LAYERS
 
 
 def test_a_compressed_request_among_others(backend, gpu, runs):
     """One kernel a layer and the logarithm's base; or eight launches for many new tokens."""
-    requests = [request(), request(segment=object())]
-    found = prefill(backend, gpu, [0, 9], [40, 3], requests)
-    assert found == [[], {"_to_copy": 1}, ["_extend"] * LAYERS, {"_to_copy": 1, "mul": LAYERS}]
+    requests = [request(), *(request(segment=object()) for _ in range(2))]
+    found = prefill(backend, gpu, [0, 9, 9], [40, 3, 3], requests)
+    assert found == [[], {"to": 1}, ["_extend"] * LAYERS, {"to": 1, "mul": LAYERS}]
     assert runs == ["ragged"] * LAYERS
     runs.clear()
-    _, _, kernels, operations = prefill(backend, gpu, [0, 9], [40, 300], requests)
+    _, _, kernels, operations = prefill(backend, gpu, [0, 9, 9], [40, 300, 3], requests)
     assert kernels == ["_block_table"] * LAYERS
-    assert operations == {"sub": LAYERS, "clone": 3 * LAYERS}
+    assert operations == {"sub": LAYERS, "reshape": LAYERS, "flatten": 2 * LAYERS}
     assert runs == ["ragged", "paged", "merge"] * LAYERS
 
 

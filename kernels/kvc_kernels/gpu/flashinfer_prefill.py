@@ -261,15 +261,16 @@ def try_out(prefill: PagedPrefill, device: torch.device, *, segments: bool = Fal
 def warm_up(prefill: PagedPrefill, cache: KVCache) -> None:
     """Have Triton compile what `prefill` launches for this cache.
 
-    Two requests are prefilled in row 0, which pads batches; nothing is written.
+    Three requests are prefilled in row 0, which pads batches; nothing is written.
     """
     query_heads, heads, dim = prefill.shape
     zeros = functools.partial(torch.zeros, device=cache.arena_k.device)
-    row, length = zeros(2, dtype=torch.int64), zeros(2, dtype=torch.int64) + cache.page_size + 1
-    query = zeros(2, query_heads, dim, dtype=prefill.dtype)
-    fresh = zeros(2, heads, dim, dtype=prefill.dtype)
+    row = zeros(3, dtype=torch.int64)
+    query = zeros(3, query_heads, dim, dtype=prefill.dtype)
+    fresh = zeros(3, heads, dim, dtype=prefill.dtype)
+    batch, before = Batch(cache, row, row + cache.page_size + 1, [1] * 3), [cache.page_size] * 3
     for many in (1, _NEVER):
-        prefill.plan(Batch(cache, row, length, [1, 1]), [cache.page_size] * 2, [1], many=many)
+        prefill.plan(batch, before, [1, 2], many=many)
         prefill.run(0, query, fresh, fresh)
 
 

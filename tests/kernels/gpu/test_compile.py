@@ -73,7 +73,7 @@ def test_compiles_ahead_of_time(compilers, architecture):
     assert compilers[architecture].returncode == 0, output + errors[-4000:]
     compiled = re.findall(r"^\w+", output, re.MULTILINE)
     assert {"decode", "extend", "merge", "metric", "schedule", "second"} <= set(compiled)
-    decodes = re.findall(r"^decode (.*): ({.*})$", output, re.MULTILINE)
+    decodes = re.findall(r"^decode (.*?): ({.*})$", output, re.MULTILINE)
     assert len(decodes) == (6 if architecture < 89 else 7)
     for name, facts in decodes:
         check_decode(DEVICES[architecture], name, json.loads(facts))

@@ -188,13 +188,13 @@ def test_a_plan_that_is_not_known_is_not_run(kernels, device, monkeypatch):
 def test_few_new_tokens_behind_compressed_contexts_are_left_to_triton(kernels, device):
     """All of them: nothing is planned. Among others: as few launches as can be."""
     prefill = make_prefill(device, 1, torch.float16)
-    batch = drawn("mixed", torch.float16).with_new([7, 1, 30, 2])
+    batch = drawn("mixed", torch.float16).with_new([3, 1, 30, 2])
     before = [length for _, length, _ in batch.batch.rows]
     assert not prefill.plan(batch.on(device), before, [0, 1, 2, 3])
     assert prefill.plan(batch.on(device), before, [1, 3])
     assert not prefill.reads_segments
     assert prefill._by_triton.tolist() == [1, 3]
-    assert prefill.plan(batch.on(device), before, [0, 1, 2, 3], many=40)
+    assert prefill.plan(batch.on(device), before, [0, 1, 2, 3], many=36)
     assert prefill.reads_segments
     assert prefill._by_triton is None
 
