@@ -62,16 +62,6 @@ def eager_while_compressed(original, runner, forward_batch) -> bool:
     return original(runner, forward_batch)
 
 
-def eager_while_compressed(original, runner, forward_batch) -> bool:
-    """``PrefillCudaGraphRunner.can_run_graph``: not if anything is scored or reads a segment."""
-    known = getattr(runner.model_runner.token_to_kv_pool, "requests", None) or {}
-    for rid in forward_batch.rids or ():
-        request = known.get(rid)
-        if request is not None and (request.scores is not None or request.segment is not None):
-            return False
-    return original(runner, forward_batch)
-
-
 def support_triton(original, backend: str) -> bool:
     """``support_triton``: there is no Triton on a CPU."""
     return torch.cuda.is_available() and original(backend)
@@ -95,14 +85,6 @@ HOOKS = (
         "AROUND",
         never_fuse_store,
         "some models write bf16 KVs into get_key_buffer() themselves, as [slots, H, D]",
-        gpu=True,
-    ),
-    Hook(
-        "sglang.srt.model_executor.runner.prefill_cuda_graph_runner"
-        ".PrefillCudaGraphRunner.can_run_graph",
-        "AROUND",
-        eager_while_compressed,
-        "prompts are scored between layers, and heads of a segment differ in length",
         gpu=True,
     ),
     Hook(

@@ -205,12 +205,6 @@ _SCHEDULER = (
         "prompts that are compressed are prefilled without graphs",
         gpu=True,
     ),
-    Uses(
-        "sglang.srt.model_executor.runner.prefill_cuda_graph_runner.PrefillCudaGraphRunner",
-        "can_run_graph(forward_batch) model_runner",
-        "prompts that are compressed are prefilled without graphs",
-        gpu=True,
-    ),
 )
 
 SYMBOLS = (*_CACHE, *_POOL, *_ATTENTION, *_SCHEDULER, *SERVER, *PLATFORM)
