@@ -14,7 +14,7 @@ REQUESTS = 12
 
 
 def crowd(
-    server: Engine, name: str, knob: dict | None, answer: int = 80
+    server: Engine, name: str, knob: dict | None, answer: int = 200
 ) -> tuple[list[dict], int, int]:
     """Answers of requests that come at once; how many decoded together; how many retractions."""
     with server.client() as client:
@@ -35,7 +35,7 @@ def crowd(
 def test_who_waits_is_let_in(hasty_server):
     """A pool for 6 uncompressed requests."""
     answers, together, retracted = crowd(hasty_server, "pressure", {"on_pressure": 4})
-    assert [len(answer["output_ids"]) for answer in answers] == [80] * REQUESTS
+    assert [len(answer["output_ids"]) for answer in answers] == [200] * REQUESTS
     assert retracted == 0
     reports = [answer["kv_compression"] for answer in answers]
     assert {report["on_pressure"] for report in reports} == {4}
