@@ -19,11 +19,11 @@ def largest_batch(server: Engine, rate: float) -> int:
 
     def ask(number: int) -> dict:
         ids = prompt(500, seed=f"{rate} {number}")
-        return server.generate(ids, {"rate": rate}, max_new_tokens=60, ignore_eos=True)
+        return server.generate(ids, {"rate": rate}, max_new_tokens=120, ignore_eos=True)
 
     with ThreadPoolExecutor(REQUESTS) as pool:
         answers = list(pool.map(ask, range(REQUESTS)))
-    assert [len(answer["output_ids"]) for answer in answers] == [60] * REQUESTS
+    assert [len(answer["output_ids"]) for answer in answers] == [120] * REQUESTS
     # Lines about prefill count requests that have just ended, too.
     batches = re.findall(r"Decode batch.* #running-req: (\d+)", server.log.read_text()[seen:])
     return max(map(int, batches))
