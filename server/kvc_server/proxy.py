@@ -29,6 +29,8 @@ from kvc_server.reports import Reports
 from sgl_kvc.spec import KNOB_HEADER, NAMESPACE_HEADER, routed
 
 _LAST_EVENT_S = 1.0
+#: What SGLang's router says in a stream of which the worker has sent nothing but its head.
+_ROUTER_LOST = "Stream error: "
 _HOP_BY_HOP = frozenset(
     b"connection keep-alive proxy-authenticate proxy-authorization te trailer "
     b"transfer-encoding upgrade".split()
@@ -142,6 +144,15 @@ class Forward(Response):
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def _relay(self, send: Send) -> None:
+        """Once; twice where SGLang's router lost the worker before the stream had begun."""
+        try:
+            await self._relay_once(send)
+        except ApiError as error:
+            if self.started or not error.message.startswith(_ROUTER_LOST):
+                raise
+            await self._relay_once(send)
+
+    async def _relay_once(self, send: Send) -> None:
         worker = await self._client.send(self._request, stream=True)
         try:
             if worker.headers.get("content-type", "").startswith("text/event-stream"):
