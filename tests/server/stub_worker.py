@@ -29,12 +29,16 @@ class StubWorker:
     ----------
     parts : bytes, seconds or an event to wait for, DROP or HANG.
     head, body : the last request's, as they came; header lines in order.
+    later : parts of the answers to the requests after the next one.
+    answered : how many requests, those by path not counted.
     by_path : whole JSON bodies that these paths answer, whatever `parts` are.
     closed : set when the connection of the last request is closed by the other side.
     """
 
     def __init__(self) -> None:
         self.parts: list[object] = []
+        self.later: list[list[object]] = []
+        self.answered = 0
         self.by_path: dict[str, bytes] = {}
         self.head: list[bytes] = []
         self.body = b""
@@ -68,7 +72,9 @@ class StubWorker:
                 return
             self.head, self.closed = lines, asyncio.Event()
             self.body = await reader.readexactly(int(self.header("content-length") or 0))
-            for part in self.parts:
+            parts, self.answered = self.parts, self.answered + 1
+            self.parts = self.later.pop(0) if self.later else parts
+            for part in parts:
                 if part is HANG or part is DROP:
                     break
                 if isinstance(part, bytes):
@@ -78,7 +84,7 @@ class StubWorker:
                     await part.wait()
                 else:
                     await asyncio.sleep(float(str(part)))
-            if DROP not in self.parts:
+            if DROP not in parts:
                 await reader.read()
                 self.closed.set()
             writer.close()

@@ -32,6 +32,41 @@ def test_a_stream_is_passed_on_as_it_comes():
     play(scenario)
 
 
+LOST = b'data: {"error": {"message": "Stream error: unexpected EOF", "code": 500}}\n\n'
+
+
+def test_a_stream_that_the_router_lost_before_it_began_is_asked_for_once_more():
+    """SGLang's router has another worker for it, and the client has been sent nothing."""
+
+    async def scenario(worker: StubWorker, client: httpx.AsyncClient) -> None:
+        worker.streams(b"data: 2\n\n")
+        worker.later, whole = [worker.parts], worker.parts
+        worker.streams(LOST)
+        answer = await client.post(CHAT, json={"messages": [1]})
+        assert (answer.status_code, answer.content) == (200, b"data: 2\n\n")
+        assert worker.answered == 2
+        assert json.loads(worker.body)["messages"] == [1]
+        worker.streams(LOST)
+        worker.later = [worker.parts, whole]
+        answer = await client.post(CHAT, json={"messages": []})
+        assert answer.status_code == 500, "not a third time"
+        assert worker.answered == 4
+
+    play(scenario)
+
+
+def test_a_stream_that_has_begun_is_not_asked_for_again():
+    async def scenario(worker: StubWorker, client: httpx.AsyncClient) -> None:
+        worker.streams(b"data: 1\n\n", LOST)
+        answer = await client.post(CHAT, json={"messages": []})
+        assert answer.status_code == 200
+        assert answer.content.startswith(b"data: 1\n\n")
+        assert b"Stream error" in answer.content
+        assert worker.answered == 1
+
+    play(scenario)
+
+
 @pytest.mark.parametrize(
     ("first", "status"),
     [

@@ -157,8 +157,8 @@ def test_prefill_behind_compressed_contexts(
     planned = prefill.plan(batch.on(device), before, compressed, many=1)
     if not planned:
         assert reader == "triton"
-        assert len(compressed) == len(new)
-        pytest.skip("nothing is left for FlashInfer")
+        assert len(compressed) == len(new), "Triton does all of it only where all are compressed"
+        return
     assert prefill.reads_segments == (reader != "triton")
     check_contexts(prefill, batch, device, dtype)
 
